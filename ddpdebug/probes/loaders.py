@@ -141,6 +141,9 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "batch_size": loader.batch_size,
         "batches": _batches(loader),
         "workers": loader.num_workers,
+        "prefetch": loader.prefetch_factor,
+        "persistent": loader.persistent_workers,
+        "pinned": loader.pin_memory,
         "dataset": source_of(loader.dataset),
     }
     for key, name in (("replicas", "num_replicas"), ("rank", "rank"), ("seed", "seed"), ("epoch", "epoch")):
