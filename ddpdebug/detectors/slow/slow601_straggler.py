@@ -79,7 +79,10 @@ class Straggler(PaceRule):
     severity = Severity.WARNING
     title = "one rank is persistently slower"
     incident = ("ranks",)
-    pace_warm_up, pace_block, pace_window = PaceRule.pace_warm_up, PaceRule.pace_block, PaceRule.pace_window
+    pace_warm_up, pace_block = PaceRule.pace_warm_up, PaceRule.pace_block
+    pace_window = Threshold(
+        64, "newest blocks that are judged together, each time that a quarter is new", source="measured: docs/slowness.md"
+    )
     straggler_share = Threshold(
         0.1, "share of the step that a rank is behind, in the median of a window", source="TraceML warns at 10 % as well"
     )
@@ -87,9 +90,9 @@ class Straggler(PaceRule):
         4, "the same in standard errors of that median", source="measured on busy machines: docs/slowness.md"
     )
     straggler_last = Threshold(
-        0.6, "share of a window in which it has to be the last one", source="chance gives a quarter to one of four ranks"
+        0.5, "share of a window in which it has to be the last one", source="chance gives a quarter to one of four ranks"
     )
-    straggler_last_of_two = Threshold(0.8, "the same with two ranks", source="chance gives a half to each")
+    straggler_last_of_two = Threshold(0.7, "the same with two ranks", source="chance gives a half to each")
     straggler_windows = Threshold(
         3, "windows of the newest `straggler_of` that have to show it", source="measured: docs/slowness.md"
     )
@@ -262,7 +265,7 @@ class Straggler(PaceRule):
         evidence |= self._processor(step, blocks, worst)
         return self.finding(
             step,
-            step=blocks[0].step,
+            step=_beginning(blocks, worst, behind[worst][0]),
             ranks=tuple(blocks[0].ranks[place] for place in places),
             phase=phase,
             severity=Severity.INFO if ratio else self.severity,
@@ -376,6 +379,16 @@ class Straggler(PaceRule):
     def _keep(self, series: _Series, finding: Finding) -> Finding:
         series.open[self.incident_key(finding)] = finding
         return finding
+
+
+def _beginning(blocks: Sequence[Timing], place: int, usual: float) -> int:
+    """Return the step since which a rank is behind: from there on it is so by the most, and before by the least."""
+    best, total, found = 0.0, 0.0, blocks[-1].step
+    for block in reversed(blocks):
+        total += min(block.behind(place), 2 * usual) - usual / 2  # one late step is not everything
+        if total > best:
+            best, found = total, block.step
+    return found
 
 
 def cost_text(ranks: Sequence[int], share: float, seconds: float) -> str:

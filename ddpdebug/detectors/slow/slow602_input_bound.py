@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.slow.slow601_straggler import Straggler
 from ddpdebug.detectors.slow.timing import PaceRule, Timing, Window, duration, job, per_step
 from ddpdebug.schema.announcements import Loader
 
@@ -42,7 +43,8 @@ class InputBound(PaceRule):
     severity = Severity.WARNING
     title = "the step waits for input data"
     incident = ()
-    pace_warm_up, pace_block, pace_window = PaceRule.pace_warm_up, PaceRule.pace_block, PaceRule.pace_window
+    pace_warm_up, pace_block = PaceRule.pace_warm_up, PaceRule.pace_block
+    pace_window = Straggler.pace_window
     input_share = Threshold(
         0.2, "share of the step that the median rank waits for data", source="chosen: less is seldom worth the work"
     )
@@ -50,7 +52,7 @@ class InputBound(PaceRule):
         0.005, "seconds of a step, the same", source="chosen: a loader without workers takes 1 ms for a small batch"
     )
     input_windows = Threshold(
-        3, "windows in a row that show it, each half new", source="chosen: the first steps may fill a cache"
+        4, "windows in a row that show it, a quarter of each new", source="chosen: the first steps may fill a cache"
     )
 
     fires_on = Examples(

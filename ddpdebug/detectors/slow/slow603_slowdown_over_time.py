@@ -71,7 +71,8 @@ class SlowdownOverTime(PaceRule):
     severity = Severity.WARNING
     title = "step time regressed against the run's own baseline"
     incident = ()
-    pace_warm_up, pace_block, pace_window = PaceRule.pace_warm_up, PaceRule.pace_block, PaceRule.pace_window
+    pace_warm_up, pace_block = PaceRule.pace_warm_up, PaceRule.pace_block
+    slowdown_window = Threshold(32, "blocks whose median is one value of the pace", source="half of `pace_window`")
     slowdown_share = Threshold(
         0.15, "by which a window's steps take longer than those before", source="chosen: above what hours of a day do"
     )
@@ -147,7 +148,7 @@ class SlowdownOverTime(PaceRule):
             return
         series = self._series.setdefault(step.optimizer, _Series())
         series.blocks.append(block)
-        if len(series.blocks) >= self.pace_window:
+        if len(series.blocks) >= self.slowdown_window:
             level = level_of(series.blocks)
             series.blocks = []
             yield from self._judge(step, series, level)

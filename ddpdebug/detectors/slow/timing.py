@@ -144,9 +144,6 @@ class PaceRule(Detector):
         "seconds that steps are added up to before they are compared: shorter ones say more about the scheduler",
         source="chosen: a scheduler's time slice is 3 to 10 ms; steps of GPUs mostly take longer than this",
     )
-    pace_window = Threshold(
-        32, "blocks that are judged together", source="measured: docs/slowness.md; half of them are new in each window"
-    )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
@@ -175,18 +172,21 @@ class PaceRule(Detector):
 
 
 class Window:
-    """The newest blocks of an optimizer; complete again after each half of them."""
+    """The newest blocks of an optimizer; to be looked at again each time that a quarter of them is new.
+
+    Half of them are enough for a beginning.
+    """
 
     def __init__(self, size: int) -> None:
         self._blocks: deque[Timing] = deque(maxlen=size)
+        self._least, self._every = size // 2, size // 4
         self._fresh = 0
 
     def add(self, block: Timing) -> list[Timing] | None:
-        """Add a block; return all of them where half are new."""
+        """Add a block; return all of them where it is time to look."""
         self._blocks.append(block)
         self._fresh += 1
-        size = self._blocks.maxlen or 0
-        if len(self._blocks) < size or 2 * self._fresh < size:
+        if len(self._blocks) < self._least or self._fresh < self._every:
             return None
         self._fresh = 0
         return list(self._blocks)
