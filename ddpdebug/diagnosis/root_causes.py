@@ -84,6 +84,9 @@ class Incident:
         if (ranks, subject) != (self.finding.ranks, self.finding.subject):
             self.finding = replace(self.finding, ranks=ranks, subject=subject)
             self.changed = True
+        if self.rule.keeps_newest:
+            told = {key: value for key, value in self.finding.evidence.items() if key == "consequences"}
+            self.finding = replace(self.finding, evidence={**finding.evidence, **told})
         self.again(finding.step)
 
     def add_consequence(self, finding: Finding) -> None:
