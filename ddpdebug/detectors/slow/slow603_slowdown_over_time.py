@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
@@ -25,6 +25,7 @@ class Level:
     phases: Fields
     cpu: float
     elements: float
+    course: tuple[tuple[int, float], ...] = ()  # step and seconds of its blocks
 
 
 @dataclass(slots=True)
@@ -41,17 +42,17 @@ class _Series:
 class SlowdownOverTime(PaceRule):
     """Steps since the named one take persistently longer than the run's earlier steps, for the same number of elements.
 
-    The pace is that of the median rank, without waiting for slower ones and without what ddpdebug takes; evaluations and
-    checkpoints in a part of the steps do not move it. `phase` is what covers most of the change: one of the rank's own, or
-    `communication`. Where all phases are slower and take no more processor time the whole machine is slower: that is
-    information.
+    The pace is that of the median rank, without waiting for slower ones and without what ddpdebug takes; evaluations
+    and checkpoints in a part of the steps do not move it. `phase` is what covers most of the change: one of a rank's
+    own or `communication`. Where all phases are slower and take no more processor time the whole machine is slower:
+    that is information.
 
     Impact: the run needs more time than planned; a ratio that grows further often precedes a hang or an out-of-memory
     error.
 
-    Diagnosis: separate a jump from a drift. A jump: what happened at that step (epoch, evaluation, checkpoint, schedule
-    of sequence length, node event). A drift: something accumulates. Compare the phases before and after, the shapes, and
-    the allocator's retries; look at whether all ranks or one slowed down (SLOW601).
+    Diagnosis: separate a jump from a drift. A jump: what happened at that step (epoch, evaluation, checkpoint, node
+    event, schedule of sequence length). A drift: something accumulates. Compare the phases before and after, the
+    shapes, and the allocator's retries; look at whether all ranks or one slowed down (SLOW601).
 
     Causes:
     - something that accumulates: lists, hooks registered again, kept graphs, growing caches, garbage collection
@@ -95,7 +96,9 @@ class SlowdownOverTime(PaceRule):
     slowdown_noise = Threshold(
         0.03, "the least standard deviation, as a share of the pace", source="chosen: that of a quiet machine is below"
     )
-    slowdown_over = Threshold(0.05, "by which steps may take longer when it is over", source="a third of what begins it")
+    slowdown_over = Threshold(
+        0.05, "by which steps may take longer when it is over", source="a third of what begins it"
+    )
     slowdown_everywhere = Threshold(
         0.5, "share of the whole ratio by which each large phase has to be slower for a slower machine",
         source="chosen: a phase that is slow by itself leaves the others as they were",
@@ -173,7 +176,7 @@ class SlowdownOverTime(PaceRule):
             if slower and series.sum >= self.slowdown_sum:
                 found = self._word(step, base, recent, recent[0].step)
                 if found.severity is self.severity or len(newest) >= self.slowdown_windows_machine:
-                    series.base, series.begun, series.clear = base, newest[0].step, 0
+                    series.base, series.begun, series.clear = base, _beginning(newest, base), 0
                     yield replace(found, step=series.begun)
             kept = int(self.slowdown_windows_machine) if slower else kept
         while len(newest) > kept:
@@ -214,17 +217,20 @@ class SlowdownOverTime(PaceRule):
 
 def level_of(blocks: Sequence[Timing]) -> Level:
     """Return the pace of a window."""
-    phases = {phase: per_step(blocks, lambda block, name=phase: block.usual(name)) for phase in PHASES}
-    phases[_COMMUNICATION] = per_step(blocks, _moving)
+    phases = {phase: per_step(blocks, [block.usual(phase) for block in blocks]) for phase in PHASES}
+    phases[_COMMUNICATION] = per_step(blocks, map(_moving, blocks))
     return Level(
         step=blocks[0].step,
-        seconds=per_step(
-            blocks, lambda block: max(0.0, block.usual("own") + _moving(block) - block.usual("overhead"))
-        ),
+        seconds=per_step(blocks, map(_pace, blocks)),
+        course=tuple((block.step, _pace(block) / block.count) for block in blocks),
         phases=phases,
-        cpu=per_step(blocks, lambda block: block.usual("cpu")),
-        elements=per_step(blocks, lambda block: block.usual("elements")),
+        cpu=per_step(blocks, [block.usual("cpu") for block in blocks]),
+        elements=per_step(blocks, [block.usual("elements") for block in blocks]),
     )
+
+
+def _pace(block: Timing) -> float:
+    return max(0.0, block.usual("own") + _moving(block) - block.usual("overhead"))
 
 
 def _moving(block: Timing) -> float:
@@ -234,22 +240,31 @@ def _moving(block: Timing) -> float:
 
 def _typical(levels: Iterable[Level]) -> Level:
     known = list(levels)
-
-    def usual(value: Callable[[Level], float]) -> float:
-        return middle(map(value, known))
-
     return Level(
         step=known[0].step,
-        seconds=usual(lambda level: level.seconds),
-        phases={phase: usual(lambda level, name=phase: level.phases[name]) for phase in known[0].phases},
-        cpu=usual(lambda level: level.cpu),
-        elements=usual(lambda level: level.elements),
+        seconds=middle(level.seconds for level in known),
+        phases={phase: middle(level.phases[phase] for level in known) for phase in known[0].phases},
+        cpu=middle(level.cpu for level in known),
+        elements=middle(level.elements for level in known),
     )
 
 
 def _deviation(levels: Sequence[Level]) -> float:
     usual = middle(level.seconds for level in levels)
     return _MAD * middle(abs(level.seconds - usual) for level in levels)
+
+
+def _beginning(levels: Iterable[Level], base: Level) -> int:
+    """Return the step from which on the pace is nearer to that of the last levels than to that before."""
+    course = [block for level in levels for block in level.course]
+    usual = middle(seconds for _, seconds in course)
+    limit, most = (base.seconds + usual) / 2, 2 * usual - base.seconds
+    best, total, found = 0.0, 0.0, course[-1][0]
+    for step, seconds in reversed(course):
+        total += min(seconds, most) - limit  # one late step is not everything
+        if total > best:
+            best, found = total, step
+    return found
 
 
 def _ratio(before: Level, after: Level) -> float:
