@@ -87,7 +87,7 @@ class Incident:
         if self.rule.keeps_newest:
             told = {key: value for key, value in self.finding.evidence.items() if key == "consequences"}
             self.finding = replace(self.finding, evidence={**finding.evidence, **told})
-        self.again(finding.step)
+        self.again(finding.last_step if self.rule.keeps_newest else finding.step)
 
     def add_consequence(self, finding: Finding) -> None:
         """Add what follows from this incident to its evidence, once for each code."""
@@ -292,7 +292,7 @@ class Incidents:
         for incident in self._new:
             incident.told, incident.changed = incident.finding.count, False
         for incident in dict.fromkeys((*self._touched, *self._open())):
-            grown = last and incident.finding.count != incident.told
+            grown = last and (incident.finding.count != incident.told or incident.rule.keeps_newest)
             if incident.root is None and (incident.changed or grown):
                 news.append((incident.finding, False))
             incident.told, incident.changed = (

@@ -70,14 +70,14 @@ RECORDINGS = {
 def record(name: str, folder: Path) -> None:
     """Run a job beside its loops and keep its steps."""
     about = RECORDINGS[name]
+    job = Path(__file__).with_name("job.py")
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(about.busy * os.cpu_count())]
     try:
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "run"
             words = ["--nproc-per-node", str(about.world), "--out", str(out), "--metrics", "off"]
             done = subprocess.run(
-                [sys.executable, "-m", "ddpdebug", "run", *words, str(Path(__file__).with_name("job.py"))]
-                + about.job.split(),
+                [sys.executable, "-m", "ddpdebug", "run", *words, str(job), *about.job.split()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 check=True,
                 stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ def record(name: str, folder: Path) -> None:
             told = {key: float(value) for key, value in re.findall(r"(\w+)=([0-9.]+)", done.stdout)}
             keys = ("code", "rank", "phase", "busy", "job")
             kept = {key: getattr(about, key) for key in keys} | told | {"load": round(os.getloadavg()[0])}
-            path = folder / f"{name}.json.gz"
+            path = folder / f"{name}.json.xz"
             recordings.write(path, kept, read_steps(out))
             print(f"{name}: {path.stat().st_size} bytes, {kept}", flush=True)
     finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,10 +13,10 @@ from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 
 FOLDER = Path(__file__).with_name("recorded")
-#: Kept in units of 20 microseconds; null where they are not known.
+#: Kept in units of 50 microseconds; null where they are not known.
 SECONDS = tuple(name for name in Row._fields if name.endswith("_seconds"))
 COUNTS = ("flags", "micro_batches", "batch_elements", "input_elements")
-_UNIT = 2e-5
+_UNIT = 5e-5
 
 
 def write(path: Path, about: dict[str, Any], steps: Iterable[Step]) -> None:
@@ -27,12 +27,12 @@ def write(path: Path, about: dict[str, Any], steps: Iterable[Step]) -> None:
     columns = {name: packed[i * len(steps) : (i + 1) * len(steps)] for i, name in enumerate((*SECONDS, *COUNTS))}
     found = {"about": about, "world": steps[0].world, "first": steps[0].step, "columns": columns}
     text = json.dumps(found, separators=(",", ":"))
-    path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    path.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Step]]:
     """Return what was recorded, and the steps."""
-    found = json.loads(gzip.decompress(path.read_bytes()))
+    found = json.loads(lzma.decompress(path.read_bytes()))
     world, columns, steps = found["world"], found["columns"], []
     for number in range(len(columns["flags"])):
         step, rows = found["first"] + number, {}

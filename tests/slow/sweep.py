@@ -92,7 +92,7 @@ def sweep() -> dict[float, Score]:
         steps = recordings.read(path)[1]
         usual, begin = usual_step(steps), steps[len(steps) // 3].step
         for share in SHARES:
-            for rank in range(steps[0].world):
+            for rank in range(steps[0].world if share else 1):
                 for phase in PHASES if share else ["forward"]:
                     said = judge(delayed(steps, rank, phase, share * usual, begin), Straggler)
                     alarms = [(f, at) for f, at in said if f.severity >= Severity.WARNING]
@@ -109,8 +109,8 @@ def sweep() -> dict[float, Score]:
 def table(scores: dict[float, Score]) -> str:
     """Return the table."""
     lines = [
-        "| added, share of a step | runs | rank found | phase named | another rank or a false alarm | steps until then, median, longest |",
-        "|---|---|---|---|---|---|",
+        "| added, of a step | runs | rank found | with its phase | another rank | steps until then: median, longest |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for share, score in scores.items():
         after = f"{statistics.median(score.after):.0f}, {max(score.after)}" if score.after else "-"

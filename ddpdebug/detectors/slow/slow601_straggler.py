@@ -81,16 +81,22 @@ class Straggler(PaceRule):
     incident = ("ranks",)
     pace_warm_up, pace_block = PaceRule.pace_warm_up, PaceRule.pace_block
     pace_window = Threshold(
-        64, "newest blocks that are judged together, each time that a quarter is new", source="measured: docs/slowness.md"
+        64,
+        "newest blocks that are judged together, each time that a quarter is new",
+        source="measured: docs/slowness.md",
     )
     straggler_share = Threshold(
-        0.1, "share of the step that a rank is behind, in the median of a window", source="TraceML warns at 10 % as well"
+        0.1,
+        "share of the step that a rank is behind, in the median of a window",
+        source="TraceML warns at 10 % as well",
     )
     straggler_errors = Threshold(
         4, "the same in standard errors of that median", source="measured on busy machines: docs/slowness.md"
     )
     straggler_last = Threshold(
-        0.5, "share of a window in which it has to be the last one", source="chance gives a quarter to one of four ranks"
+        0.5,
+        "share of a window in which it has to be the last one",
+        source="chance gives a quarter to one of four ranks",
     )
     straggler_last_of_two = Threshold(0.7, "the same with two ranks", source="chance gives a half to each")
     straggler_windows = Threshold(
@@ -114,7 +120,10 @@ class Straggler(PaceRule):
     pause_seconds = Threshold(0.05, "seconds, the same", source="chosen: a collection of 500,000 objects takes as long")
     pause_count = Threshold(5, "pauses that make a rhythm", source="chosen: four distances can be compared")
     pause_regular = Threshold(
-        0.1, "share by which the distances of pauses may differ; one step always", source="as for recurring incidents"
+        0.1, "share by which distances of pauses may differ that are alike", source="as for recurring incidents"
+    )
+    pause_alike = Threshold(
+        0.6, "share of the distances that have to be alike", source="chosen: one pause by chance spoils two of them"
     )
     pause_share = Threshold(0.1, "share of all time that pauses have to cost", source="as `straggler_share`")
 
@@ -205,7 +214,9 @@ class Straggler(PaceRule):
         usual = middle(block.seconds for block in blocks)
         slow = self._slow(blocks, behind, usual)
         series.hits.append(slow)
-        series.clear = 0 if any(late >= self.straggler_over * usual for late, _ in behind.values()) else series.clear + 1
+        series.clear = (
+            0 if any(late >= self.straggler_over * usual for late, _ in behind.values()) else series.clear + 1
+        )
         if series.clear >= self.straggler_windows:
             series.open = {key: known for key, known in series.open.items() if known.phase == "pauses"}
         often = [place for place in slow if sum(place in hit for hit in series.hits) >= self.straggler_windows]
@@ -247,19 +258,19 @@ class Straggler(PaceRule):
         behind: Mapping[int, tuple[float, float]],
     ) -> Finding:
         worst = max(places, key=lambda place: behind[place][0])
-        phases = {phase: per_step(blocks, lambda b, p=phase: b.behind_in(p, worst)) for phase in PHASES}
-        seconds = per_step(blocks, lambda block: block.behind(worst))
+        phases = {phase: per_step(blocks, [b.behind_in(phase, worst) for b in blocks]) for phase in PHASES}
+        seconds = per_step(blocks, [block.behind(worst) for block in blocks])
         phase, evidence = main_phase(phases, self.straggler_phase), self._evidence(series, blocks, places)
         evidence |= {"behind_seconds": _short(seconds), "phases": {p: _short(s) for p, s in phases.items()}}
         ratio = self._more_work(blocks, worst, seconds)
         if ratio:
             phase = "work"
             evidence["elements"] = {
-                str(rank): round(per_step(blocks, lambda b, i=i: b.times["elements"][i]))
+                str(rank): round(per_step(blocks, [b.times["elements"][i] for b in blocks]))
                 for i, rank in enumerate(blocks[0].ranks)
             }
             evidence["more"] = f"rank {blocks[0].ranks[worst]} has {ratio:.1f} times the elements of the others"
-        collected = per_step(blocks, lambda block: block.behind_in("gc", worst))
+        collected = per_step(blocks, [block.behind_in("gc", worst) for block in blocks])
         if collected >= self.straggler_phase * seconds:
             evidence["gc_seconds"] = _short(collected)
         evidence |= self._processor(step, blocks, worst)
@@ -285,28 +296,28 @@ class Straggler(PaceRule):
             "cost": cost_text(ranks, late / whole, cost),
             "share": round(late / whole, 4),
             "cost_seconds": _short(cost),
-            "step_seconds": _short(per_step(blocks, lambda block: block.seconds)),
+            "step_seconds": _short(per_step(blocks, [block.seconds for block in blocks])),
             "steps": series.steps,
         }
 
     def _more_work(self, blocks: Sequence[Timing], place: int, seconds: float) -> float | None:
         """Return how many times the others' elements a rank has, where that explains what it is behind."""
-        own = per_step(blocks, lambda block: block.times["elements"][place])
-        others = own - per_step(blocks, lambda block: block.behind_in("elements", place))
+        own = per_step(blocks, [block.times["elements"][place] for block in blocks])
+        others = own - per_step(blocks, [block.behind_in("elements", place) for block in blocks])
         if not others > 0 or own < self.straggler_elements * others:
             return None
-        base = per_step(blocks, lambda block: block.times["own"][place] - block.behind_in("own", place))
+        base = per_step(blocks, [block.times["own"][place] - block.behind_in("own", place) for block in blocks])
         explained = (own / others - 1) * base
         return own / others if explained >= self.straggler_phase * seconds else None
 
     def _processor(self, step: Step, blocks: Sequence[Timing], place: int) -> Fields:
         """Return how much processor time a step takes, and what that says where no device computes."""
-        own = per_step(blocks, lambda block: block.times["cpu"][place])
-        others = own - per_step(blocks, lambda block: block.behind_in("cpu", place))
+        own = per_step(blocks, [block.times["cpu"][place] for block in blocks])
+        others = own - per_step(blocks, [block.behind_in("cpu", place) for block in blocks])
         if not others > 0 or any(row.device_limit_bytes for row in step.rows.values()):
             return {}
-        wall = per_step(blocks, lambda block: block.times["own"][place] - block.behind_in("own", place))
-        late = per_step(blocks, lambda block: block.behind(place))
+        wall = per_step(blocks, [block.times["own"][place] - block.behind_in("own", place) for block in blocks])
+        late = per_step(blocks, [block.behind(place) for block in blocks])
         found: dict[str, Any] = {"processor_seconds": {"rank": _short(own), "others": _short(others)}}
         if own - others < (1 - self.straggler_phase) * late:
             found["waits"] = "it computes hardly more than the others: it sleeps, waits, or shares a processor"
@@ -338,7 +349,9 @@ class Straggler(PaceRule):
 
     def _regular(self, pauses: Sequence[_Pause]) -> bool:
         gaps = [after.step - before.step for before, after in pairwise(pauses)]
-        return min(gaps) > 1 and max(gaps) - min(gaps) <= max(1, self.pause_regular * middle(gaps))
+        usual = middle(gaps)
+        alike = sum(abs(gap - usual) <= round(self.pause_regular * usual) for gap in gaps)
+        return usual > 1 and alike >= self.pause_alike * len(gaps)
 
     def _pause(
         self, step: Step, series: _Series, timing: Timing, pauses: Sequence[_Pause], *, collected: bool

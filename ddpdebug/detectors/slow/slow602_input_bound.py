@@ -82,8 +82,8 @@ class InputBound(PaceRule):
         window = self._windows.setdefault(optimizer, Window(int(self.pace_window)))
         if (blocks := window.add(block)) is None:
             return
-        data = per_step(blocks, lambda block: block.usual("data"))
-        share = data / per_step(blocks, lambda block: block.seconds)
+        data = per_step(blocks, [block.usual("data") for block in blocks])
+        share = data / per_step(blocks, [block.seconds for block in blocks])
         shown = self._shown.setdefault(optimizer, [])
         if share < self.input_share or data < self.input_seconds:
             shown.clear()
@@ -93,7 +93,7 @@ class InputBound(PaceRule):
             yield self._word(step, shown[0], blocks, data)
 
     def _word(self, step: Step, first: Timing, blocks: Sequence[Timing], data: float) -> Finding:
-        seconds = per_step(blocks, lambda block: block.seconds)
+        seconds = per_step(blocks, [block.seconds for block in blocks])
         loader = _loader(step)
         evidence: dict[str, Any] = {
             "waiting": f"{100 * data / seconds:.0f} % of each step, {duration(data)} of {duration(seconds)}",
@@ -103,7 +103,11 @@ class InputBound(PaceRule):
             "model_seconds": round(math.fsum((seconds, -data)), 6),
         }
         if loader is not None:
-            told = {"workers": loader.workers, "prefetch": loader.prefetch, "persistent": loader.persistent}
+            told: dict[str, Any] = {
+                "workers": loader.workers,
+                "prefetch": loader.prefetch,
+                "persistent": loader.persistent,
+            }
             told |= {"pinned": loader.pinned, "batch_size": loader.batch_size, "dataset": loader.dataset}
             evidence["loader"] = {key: value for key, value in told.items() if value is not None}
             evidence["helps"] = _help(step, loader)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.slow.timing import PaceRule, Timing, duration, job, middle, per_step
@@ -22,9 +22,10 @@ class Level:
 
     step: int
     seconds: float  # of the median rank, and of moving data where nobody waits
-    phases: Fields
+    phases: Mapping[str, float]
     cpu: float
     elements: float
+    course: tuple[tuple[int, float], ...] = ()  # step and seconds of its blocks
 
 
 @dataclass(slots=True)
@@ -34,24 +35,25 @@ class _Series:
     newest: deque[Level] = field(default_factory=deque)  # not yet part of that
     sum: float = 0.0  # of CUSUM
     base: Level | None = None  # while it is slower: the pace before
-    begun: int = 0
-    clear: int = 0
+    slower: bool = False  # the newest windows all are
+    said: Finding | None = None
+    clear: int = 0  # windows in a row that are no longer slower
 
 
 class SlowdownOverTime(PaceRule):
     """Steps since the named one take persistently longer than the run's earlier steps, for the same number of elements.
 
-    The pace is that of the median rank, without waiting for slower ones and without what ddpdebug takes; evaluations and
-    checkpoints in a part of the steps do not move it. `phase` is what covers most of the change: one of the rank's own, or
-    `communication`. Where all phases are slower and take no more processor time the whole machine is slower: that is
-    information.
+    The pace is that of the median rank, without waiting for slower ones and without what ddpdebug takes; evaluations
+    and checkpoints in a part of the steps do not move it. `phase` is what covers most of the change: one of a rank's
+    own or `communication`. Where all phases are slower and take no more processor time the whole machine is slower:
+    that is information.
 
     Impact: the run needs more time than planned; a ratio that grows further often precedes a hang or an out-of-memory
     error.
 
-    Diagnosis: separate a jump from a drift. A jump: what happened at that step (epoch, evaluation, checkpoint, schedule
-    of sequence length, node event). A drift: something accumulates. Compare the phases before and after, the shapes, and
-    the allocator's retries; look at whether all ranks or one slowed down (SLOW601).
+    Diagnosis: separate a jump from a drift. A jump: what happened at that step (epoch, evaluation, checkpoint, node
+    event, schedule of sequence length). A drift: something accumulates. Compare the phases before and after, the
+    shapes, and the allocator's retries; look at whether all ranks or one slowed down (SLOW601).
 
     Causes:
     - something that accumulates: lists, hooks registered again, kept graphs, growing caches, garbage collection
@@ -95,12 +97,17 @@ class SlowdownOverTime(PaceRule):
     slowdown_noise = Threshold(
         0.03, "the least standard deviation, as a share of the pace", source="chosen: that of a quiet machine is below"
     )
-    slowdown_over = Threshold(0.05, "by which steps may take longer when it is over", source="a third of what begins it")
-    slowdown_everywhere = Threshold(
-        0.5, "share of the whole ratio by which each large phase has to be slower for a slower machine",
-        source="chosen: a phase that is slow by itself leaves the others as they were",
+    slowdown_over = Threshold(
+        0.05, "by which steps may take longer when it is over", source="a third of what begins it"
+    )
+    slowdown_phase = Threshold(
+        0.6, "share of the change that one phase, or computing, makes up where it is not the machine that is slower",
+        source="as `straggler_phase`",
     )  # fmt: skip
-    slowdown_large = Threshold(0.1, "share of the step from which a phase is large", source="as `straggler_share`")
+    slowdown_alone = Threshold(
+        0.5, "share of that phase's ratio by which the rest of the step may be slower as well",
+        source="measured: beside other jobs all phases are slower by about the same ratio",
+    )  # fmt: skip
 
     fires_on = Examples(
         lambda: job(480, more=lambda step, rank, phase: 0.02 * (phase == "forward" and step >= 260)),
@@ -154,36 +161,45 @@ class SlowdownOverTime(PaceRule):
             yield from self._judge(step, series, level)
 
     def _judge(self, step: Step, series: _Series, level: Level) -> Findings:
-        newest = series.newest
-        newest.append(level)
-        kept = int(self.slowdown_windows)
+        series.newest.append(level)
         if series.base is not None:
-            slower = _ratio(series.base, level) >= 1 + self.slowdown_over
-            series.clear = 0 if slower else series.clear + 1
-            if series.clear >= self.slowdown_windows:
-                series.base, series.sum = None, 0.0
-            elif slower:
-                yield self._word(step, series.base, [*newest][-kept:], series.begun)
+            yield from self._go_on(step, series, series.base, level)
         elif len(series.before) >= self.slowdown_baseline:
-            base = _typical(series.before)
-            deviation = max(_deviation(series.before), self.slowdown_noise * base.seconds)
-            series.sum = max(0.0, series.sum + (level.seconds - base.seconds) / deviation - self.slowdown_drift)
-            recent = [*newest][-kept:]
-            slower = len(recent) == kept and min(_ratio(base, one) for one in recent) >= 1 + self.slowdown_share
-            if slower and series.sum >= self.slowdown_sum:
-                found = self._word(step, base, recent, recent[0].step)
-                if found.severity is self.severity or len(newest) >= self.slowdown_windows_machine:
-                    series.base, series.begun, series.clear = base, newest[0].step, 0
-                    yield replace(found, step=series.begun)
-            kept = int(self.slowdown_windows_machine) if slower else kept
-        while len(newest) > kept:
-            oldest = newest.popleft()
+            yield from self._begin(step, series, level)
+        kept = int(self.slowdown_windows_machine if series.slower else self.slowdown_windows)
+        while len(series.newest) > kept:
+            oldest = series.newest.popleft()
             if series.base is None:
                 series.before.append(oldest)
         if len(series.before) > _KEPT:
             del series.before[1::2]
 
-    def _word(self, step: Step, base: Level, recent: Sequence[Level], begun: int) -> Finding:
+    def _begin(self, step: Step, series: _Series, level: Level) -> Findings:
+        base, kept = _typical(series.before), int(self.slowdown_windows)
+        deviation = max(_deviation(series.before), self.slowdown_noise * base.seconds)
+        series.sum = max(0.0, series.sum + (level.seconds - base.seconds) / deviation - self.slowdown_drift)
+        recent = [*series.newest][-kept:]
+        series.slower = len(recent) == kept and min(_ratio(base, one) for one in recent) >= 1 + self.slowdown_share
+        if not series.slower or series.sum < self.slowdown_sum:
+            return
+        found = self._word(step, base, recent, _beginning(series.newest, base))
+        if found.severity is self.severity or len(series.newest) >= self.slowdown_windows_machine:
+            series.base, series.said, series.clear = base, found, 0
+            yield found
+
+    def _go_on(self, step: Step, series: _Series, base: Level, level: Level) -> Findings:
+        if _ratio(base, level) >= 1 + self.slowdown_over:
+            series.clear = 0
+            recent = [*series.newest][-int(self.slowdown_windows) :]
+            found = self._word(step, base, recent, series.said.step if series.said else None)
+            if series.said and found.severity is series.said.severity:
+                yield found
+            return
+        series.clear += 1
+        if series.clear >= self.slowdown_windows:
+            series.base, series.sum, series.slower = None, 0.0, False
+
+    def _word(self, step: Step, base: Level, recent: Sequence[Level], begun: int | None) -> Finding:
         after = _typical(recent)
         change = {phase: after.phases[phase] - base.phases[phase] for phase in base.phases}
         ratio = after.seconds / base.seconds
@@ -195,36 +211,43 @@ class SlowdownOverTime(PaceRule):
             "phases": {phase: round(seconds, 6) for phase, seconds in change.items()},
             "processor_seconds": {"before": round(base.cpu, 6), "after": round(after.cpu, 6)},
         }
-        large = [phase for phase, seconds in base.phases.items() if seconds >= self.slowdown_large * base.seconds]
-        everywhere = all(
-            change[phase] >= self.slowdown_everywhere * (ratio - 1) * base.phases[phase] for phase in large
-        )
-        computes = base.cpu > 0 and after.cpu - base.cpu >= self.slowdown_everywhere * (after.seconds - base.seconds)
-        machine = everywhere and len(large) > 1 and not computes
+        computes = base.cpu > 0 and after.cpu - base.cpu >= self.slowdown_phase * (after.seconds - base.seconds)
+        phase = max(change, key=lambda phase: change[phase])
+        machine = not computes and not self._alone(phase, change, base)
         if machine:
             evidence["machine"] = "all phases are slower and compute no more: the whole machine is slower"
         return self.finding(
             step,
             step=begun,
-            phase=max(change, key=lambda phase: change[phase]),
+            phase=phase,
             severity=Severity.INFO if machine else self.severity,
             evidence=evidence,
         )
 
+    def _alone(self, phase: str, change: Mapping[str, float], base: Level) -> bool:
+        """Whether a phase makes up most of a change, and grew by more than the rest of the step did."""
+        rest = sum(change.values()) - change[phase]
+        before = sum(base.phases.values()) - base.phases[phase]
+        more = change[phase] * before * self.slowdown_alone > rest * base.phases[phase]
+        return more and change[phase] >= self.slowdown_phase * (change[phase] + rest)
+
 
 def level_of(blocks: Sequence[Timing]) -> Level:
     """Return the pace of a window."""
-    phases = {phase: per_step(blocks, lambda block, name=phase: block.usual(name)) for phase in PHASES}
-    phases[_COMMUNICATION] = per_step(blocks, _moving)
+    phases = {phase: per_step(blocks, [block.usual(phase) for block in blocks]) for phase in PHASES}
+    phases[_COMMUNICATION] = per_step(blocks, map(_moving, blocks))
     return Level(
         step=blocks[0].step,
-        seconds=per_step(
-            blocks, lambda block: max(0.0, block.usual("own") + _moving(block) - block.usual("overhead"))
-        ),
+        seconds=per_step(blocks, map(_pace, blocks)),
+        course=tuple((block.step, _pace(block) / block.count) for block in blocks),
         phases=phases,
-        cpu=per_step(blocks, lambda block: block.usual("cpu")),
-        elements=per_step(blocks, lambda block: block.usual("elements")),
+        cpu=per_step(blocks, [block.usual("cpu") for block in blocks]),
+        elements=per_step(blocks, [block.usual("elements") for block in blocks]),
     )
+
+
+def _pace(block: Timing) -> float:
+    return max(0.0, block.usual("own") + _moving(block) - block.usual("overhead"))
 
 
 def _moving(block: Timing) -> float:
@@ -234,22 +257,31 @@ def _moving(block: Timing) -> float:
 
 def _typical(levels: Iterable[Level]) -> Level:
     known = list(levels)
-
-    def usual(value: Callable[[Level], float]) -> float:
-        return middle(map(value, known))
-
     return Level(
         step=known[0].step,
-        seconds=usual(lambda level: level.seconds),
-        phases={phase: usual(lambda level, name=phase: level.phases[name]) for phase in known[0].phases},
-        cpu=usual(lambda level: level.cpu),
-        elements=usual(lambda level: level.elements),
+        seconds=middle(level.seconds for level in known),
+        phases={phase: middle(level.phases[phase] for level in known) for phase in known[0].phases},
+        cpu=middle(level.cpu for level in known),
+        elements=middle(level.elements for level in known),
     )
 
 
 def _deviation(levels: Sequence[Level]) -> float:
     usual = middle(level.seconds for level in levels)
     return _MAD * middle(abs(level.seconds - usual) for level in levels)
+
+
+def _beginning(levels: Iterable[Level], base: Level) -> int:
+    """Return the step from which on the pace is nearer to that of the last levels than to that before."""
+    course = [block for level in levels for block in level.course]
+    usual = middle(seconds for _, seconds in course)
+    limit, most = (base.seconds + usual) / 2, 2 * usual - base.seconds
+    best, total, found = 0.0, 0.0, course[-1][0]
+    for step, seconds in reversed(course):
+        total += min(seconds, most) - limit  # one late step is not everything
+        if total > best:
+            best, found = total, step
+    return found
 
 
 def _ratio(before: Level, after: Level) -> float:

@@ -62,7 +62,7 @@ class Timing:
         return own.index(max(own))
 
     def cost(self) -> float:
-        """What the step would have been shorter with the others' median in the place of the last rank (`pace.costs`)."""
+        """What the step would have been shorter with the others' median in the last rank's place (`pace.costs`)."""
         ordered = self._ordered("own")
         return ordered[-1] - ordered[-2]
 
@@ -98,7 +98,7 @@ def _timing(step: Step) -> Timing | None:
         waits = [a + b for a, b in zip(waits, collectives, strict=True)]
         rest = [max(0.0, a - b - c) for a, b, c in zip(whole, waits, sums, strict=True)]
     own = [a + b for a, b in zip(sums, rest, strict=True)]
-    kept = dict(zip(("own", "wait", *PHASES), (own, waits, *phases, rest), strict=True))
+    kept: dict[str, Sequence[float]] = dict(zip(("own", "wait", *PHASES), (own, waits, *phases, rest), strict=True))
     kept |= {name: _known(columns[f"{name}_seconds"]) for name in ("cpu", "gc", "overhead")}
     elements = columns["input_elements"]
     kept["elements"] = elements if all(elements) else columns["batch_elements"]
@@ -192,9 +192,9 @@ class Window:
         return list(self._blocks)
 
 
-def per_step(blocks: Sequence[Timing], seconds: Callable[[Timing], float]) -> float:
-    """Return the median over blocks, for one step."""
-    return middle(seconds(block) / block.count for block in blocks)
+def per_step(blocks: Sequence[Timing], seconds: Iterable[float]) -> float:
+    """Return the median over blocks of what each has, for one step."""
+    return middle(value / block.count for value, block in zip(seconds, blocks, strict=True))
 
 
 def main_phase(behind: Fields, share: float) -> str:
@@ -232,9 +232,7 @@ def job(
         noise: as a share, made up and the same in every run.
         fields: (step, rank) -> fields of its row that differ from the rest.
     """
-    return tuple(
-        step_at(number, world=world, odd=_rows(number, world, more, noise, fields)) for number in range(count)
-    )
+    return tuple(step_at(number, world=world, odd=_rows(number, world, more, noise, fields)) for number in range(count))
 
 
 def _rows(
@@ -244,13 +242,13 @@ def _rows(
     noise: float,
     fields: Callable[[int, int], Fields],
 ) -> dict[int, Fields]:
-    times = {}
+    times: dict[int, dict[str, float]] = {}
     for rank in range(world):
         rough = 1 + noise * (math.sin(12.9898 * (number * world + rank) + 1.3) * 43758.5453 % 2 - 1)
         times[rank] = {phase: usual * rough + more(number, rank, phase) for phase, usual in USUAL.items()}
         times[rank]["other"] = more(number, rank, "other")
     own = {rank: sum(seconds for phase, seconds in found.items() if phase != "wait") for rank, found in times.items()}
-    rows = {}
+    rows: dict[int, Fields] = {}
     for rank, found in times.items():
         wait = found["wait"] + max(own.values()) - own[rank]
         rows[rank] = {
@@ -268,4 +266,3 @@ def _rows(
             **fields(number, rank),
         }
     return rows
-
