@@ -79,9 +79,8 @@ class Probes:
         bus, state = self.bus, self.state
         voting = vote is not None and vote.active
         self.captures = ForwardCaptures(guard, keep_inputs)
-        self.memory = MemoryProbe(bus)
+        self.memory = MemoryProbe(bus, state)
         self.buffers = Buffers(bus, state, guard)
-        self.own_clock = OwnClock(bus, state, guard)
         self.calls = LoopCalls(bus, state, announce)
         self.loaders = Loaders(bus, state, announce)
         self.numerics = Numerics(bus, state, guard, self.calls, self.captures, on=vote is not None, every_step=voting)
@@ -100,6 +99,7 @@ class Probes:
             due=due,
         )
         self.collectives = CollectiveNotes(bus, state, guard)
+        self.own_clock = OwnClock(bus, state, guard)
         self.draws = RandomDraws(bus, state, announce, due)
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)

@@ -6,6 +6,7 @@ it goes with the step's record, and a new one begins.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 
@@ -15,6 +16,39 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import SinceLastStep
+
+
+class Clock:
+    """A clock that stands still while the thread that trains is in a collective: what it measures is a rank's own."""
+
+    __slots__ = ("_depth", "_left", "_thread", "away")
+
+    def __init__(self) -> None:
+        self.away = 0.0  # seconds in collectives so far
+        self._thread = self._depth = 0  # which thread is in a collective, and in how many within each other
+        self._left = 0.0  # when it went into the outermost
+
+    def now(self) -> float:
+        """Return the seconds of `time.perf_counter`, those in collectives left out."""
+        return time.perf_counter() - self.away
+
+    def stop(self) -> None:
+        """Stand still: a collective begins in this thread."""
+        if self._depth and self._thread == threading.get_ident():
+            self._depth += 1
+        else:
+            self._thread, self._depth, self._left = threading.get_ident(), 1, time.perf_counter()
+
+    def go_on(self) -> None:
+        """Go on, where the outermost collective of the thread has ended."""
+        if self._depth and self._thread == threading.get_ident():
+            self._depth -= 1
+            if not self._depth:
+                self.away += time.perf_counter() - self._left
+
+    def reset(self) -> None:
+        """Be outside of any collective: the end of one may not have been seen."""
+        self._depth = 0
 
 
 class StepState:
@@ -27,6 +61,7 @@ class StepState:
     def __init__(self, world: int = 1) -> None:
         self.world = world
         self.since = SinceLastStep(started=time.perf_counter())
+        self.clock = Clock()
         self.checking = True  # the sampled tier runs in this step
         self.in_backward = 0  # backwards that run, one inside the other
         self.backwards = self.syncs = 0

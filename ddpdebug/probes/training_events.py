@@ -148,7 +148,7 @@ class ForwardBegan(Event):
 class ForwardPrepared(Event):
     """A DDP has moved its inputs to its device and has broadcast its buffers; the module's forward comes next."""
 
-    order = ("probe:buffers", "probe:scene")
+    order = ("probe:own-times", "probe:buffers", "probe:scene")
     ddp: DistributedDataParallel
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
