@@ -218,17 +218,23 @@ class Entries:
         self,
         part: str,
         what: str,
-        change: Callable[[Callable[..., None]], Callable[[], None]],
+        change: Callable[..., Callable[[], None]],
         look: Callable[..., None],
         why: str = "",
+        *others: Look,
     ) -> None:
-        """Let `change` put a look into the code of functions, in whatever thread these are called."""
+        """Let `change` put a look into the code of functions, in whatever thread these are called.
+
+        Args:
+            others: looks without arguments and with parts of their own, which `change` is given after the first.
+        """
 
         def seen(*about: Any) -> None:
             if not self.closed:
                 self.guard.run(part, look, *about)
 
-        undo = self.guard.run(part, change, seen)
+        internals.leave_uncompiled(seen)
+        undo = self.guard.run(part, change, seen, *(_Hook(self, *other) for other in others))
         if undo is None:
             self.left_out.append(what)
         else:
