@@ -213,7 +213,7 @@ def test_what_raises_leaves_nothing_open(rank: Rank) -> None:
         raise ValueError("spoiled")
 
     handle = rank.model.module.second.register_forward_hook(fails)
-    with pytest.raises(ValueError, match="^spoiled$"):
+    with pytest.raises(ValueError, match=r"^spoiled$"):
         rank.step()
     handle.remove()
     rank.step()
