@@ -16,6 +16,8 @@ from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.collective_notes import CollectiveNotes
+from ddpdebug.probes.collector_pauses import CollectorPauses
+from ddpdebug.probes.device_times import DeviceClock, cuda_device
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.gradient_hooks import GradientHooks
@@ -100,6 +102,8 @@ class Probes:
         )
         self.collectives = CollectiveNotes(bus, state, guard)
         self.own_clock = OwnClock(bus, state, guard)
+        self.pauses = CollectorPauses(bus, state, guard)
+        self.device_clock = DeviceClock(bus, state, guard, self.hooks, cuda_device)
         self.draws = RandomDraws(bus, state, announce, due)
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)

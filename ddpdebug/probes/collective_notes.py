@@ -9,6 +9,7 @@ group (`ProcessGroup.register_pre_hook`, from 2.14 on), each of DDP's is noted t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -108,7 +109,8 @@ class CollectiveNotes:
         self._is_placed = True
         what = "the code of the functions of torch.distributed"
         why = "which collectives a rank has issued, and where; the functions stay the same objects"
-        self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why)
+        timed = ("probe:own-times", self._begins), ("probe:own-times", self._state.clock.go_on)
+        self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why, *timed)
 
     def write_to(self, write: Callable[[str], None]) -> None:
         """Have notes written; those that are kept are written first."""
@@ -140,6 +142,11 @@ class CollectiveNotes:
         else:
             numbers.own += 1
         self._note(operation, name, number + 1, self._texts(tensors), root)
+
+    def _begins(self) -> None:
+        """Let the clock stand still in the thread that trains, until the function ends."""
+        if self._entries.threads.watched() == threading.get_ident():
+            self._state.clock.stop()
 
     def _forward(self, event: ForwardBegan) -> None:
         if internals.syncs_buffers_now(event.ddp):

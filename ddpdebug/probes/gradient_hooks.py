@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ class GradientHooks:
         self._entries = entries_of(guard)
         self._now = state.clock.now
         self.last_arrival = 0.0  # of a gradient, by the state's clock
+        self.at_gradient: Callable[[], None] | None = None  # called for each where a device takes times
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
@@ -63,6 +65,8 @@ class GradientHooks:
         if wrapper is None:
             return
         self.last_arrival = self._now()
+        if self.at_gradient is not None:
+            self.at_gradient()
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
         if wrapper.armed and self._state.checking:
             self._run("probe:gradients", self._note, wrapper, key, parameter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +22,13 @@ from ddpdebug.probes.record import SinceLastStep
 class Clock:
     """A clock that stands still while the thread that trains is in a collective: what it measures is a rank's own."""
 
-    __slots__ = ("_depth", "_left", "_thread", "away")
+    __slots__ = ("_depth", "_left", "_thread", "away", "when_away")
 
     def __init__(self) -> None:
         self.away = 0.0  # seconds in collectives so far
         self._thread = self._depth = 0  # which thread is in a collective, and in how many within each other
         self._left = 0.0  # when it went into the outermost
+        self.when_away: Callable[[bool], None] | None = None  # told as it stops and as it goes on
 
     def now(self) -> float:
         """Return the seconds of `time.perf_counter`, those in collectives left out."""
@@ -38,6 +40,8 @@ class Clock:
             self._depth += 1
         else:
             self._thread, self._depth, self._left = threading.get_ident(), 1, time.perf_counter()
+            if self.when_away is not None:
+                self.when_away(True)
 
     def go_on(self) -> None:
         """Go on, where the outermost collective of the thread has ended."""
@@ -45,6 +49,8 @@ class Clock:
             self._depth -= 1
             if not self._depth:
                 self.away += time.perf_counter() - self._left
+                if self.when_away is not None:
+                    self.when_away(False)
 
     def reset(self) -> None:
         """Be outside of any collective: the end of one may not have been seen."""

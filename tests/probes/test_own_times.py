@@ -36,6 +36,7 @@ IN_BACKWARD = (
 _MANNERS = (
     *("plain", "backward", "hooks", "forward", "other", "optimizer", "accumulation", "adversarial", "static_graph"),
     *("unused", "lbfgs", "scaler", "cut", "buffers", "fused"),
+    *("reduces", "collectives", "collector"),
 )
 
 Rows = dict[str, dict[int, list[Row]]]
@@ -106,6 +107,30 @@ def test_buffers_are_waited_for_outside_of_forward(rows: Rows) -> None:
     assert max(row.collective_seconds for row in rows["buffers"][1]) > SECONDS / 2
     assert min(row.forward_seconds for row in rows["buffers"][1]) < SECONDS / 2
     assert min(row.other_seconds for row in rows["buffers"][0]) >= SECONDS
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(600)
+def test_collectives_are_in_no_phase(rows: Rows) -> None:
+    """Who waits in a collective inside of forward, of backward or of none has that in its collectives alone."""
+    slow, waits = rows["reduces"][1], rows["reduces"][0]
+    assert min(row.forward_seconds for row in slow) >= SECONDS
+    assert min(row.backward_local_seconds for row in slow) >= SECONDS
+    assert max(row.collective_seconds for row in waits) > SECONDS
+    assert min(row.forward_seconds + row.backward_local_seconds for row in waits) < SECONDS
+    slow, waits = rows["collectives"][1], rows["collectives"][0]
+    assert min(row.other_seconds for row in slow) >= SECONDS * 1.5  # also what came after an error
+    assert max(row.collective_seconds for row in waits) > SECONDS
+    assert min(row.other_seconds for row in waits) < SECONDS
+
+
+@pytest.mark.jobs
+@pytest.mark.timeout(600)
+def test_the_collector_of_a_rank_is_its_own(rows: Rows) -> None:
+    """A rank with a large heap that collects in each step is told from one with a small heap."""
+    large, small = ([row.gc_seconds for row in rows["collector"][rank]] for rank in (1, 0))
+    assert min(large) > 0.0
+    assert min(large) > min(small)
 
 
 @pytest.mark.jobs
