@@ -36,6 +36,7 @@ class _Series:
     window: Window
     hits: deque[frozenset[int]]  # the places that were behind in the newest windows
     recent: deque[float]  # seconds of the newest steps
+    since: dict[int, int] = field(default_factory=dict)  # place in `hits` -> the step since which it is behind
     costs: dict[int, float] = field(default_factory=dict)  # rank -> seconds so far
     pauses: deque[_Pause] = field(default_factory=lambda: deque(maxlen=_KEPT))
     elapsed: float = 0.0
@@ -214,6 +215,10 @@ class Straggler(PaceRule):
         usual = middle(block.seconds for block in blocks)
         slow = self._slow(blocks, behind, usual)
         series.hits.append(slow)
+        late = {place for hit in series.hits for place in hit}
+        for place in slow - series.since.keys():
+            series.since[place] = _beginning(blocks, place, behind[place][0])
+        series.since = {place: since for place, since in series.since.items() if place in late}
         series.clear = (
             0 if any(late >= self.straggler_over * usual for late, _ in behind.values()) else series.clear + 1
         )
@@ -276,7 +281,7 @@ class Straggler(PaceRule):
         evidence |= self._processor(step, blocks, worst)
         return self.finding(
             step,
-            step=_beginning(blocks, worst, behind[worst][0]),
+            step=series.since[worst],
             ranks=tuple(blocks[0].ranks[place] for place in places),
             phase=phase,
             severity=Severity.INFO if ratio else self.severity,
