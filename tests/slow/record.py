@@ -48,6 +48,7 @@ RECORDINGS = {
     "healthy_cyclic_lengths": Recording(4, 2, "--steps 300 --lengths cyclic"),
     "healthy_lengths_in_turn": Recording(4, 1, "--steps 300 --lengths turns"),
     "healthy_evaluation_on_rank_0": Recording(4, 2, "--steps 300 --evaluate-every 40"),
+    "healthy_two_ranks_evaluation": Recording(2, 2, "--steps 400 --evaluate-every 40"),
     "unequal_work": Recording(4, 1, "--steps 220 --lengths unequal", "SLOW601", 2, "work"),
     "slow_data": Recording(4, 2, "--steps 220 --where data --share 0.3", "SLOW601", 2, "data"),
     "slow_forward": Recording(4, 2, "--steps 220 --where forward --share 0.3", "SLOW601", 2, "forward"),

@@ -91,6 +91,10 @@ class Straggler(PaceRule):
         "share of the step that a rank is behind, in the median of a window",
         source="TraceML warns at 10 % as well",
     )
+    straggler_seconds = Threshold(
+        0.007, "seconds of a block, the same where no device computes",
+        source="measured: beside busy loops healthy ranks of two were 4 to 6 ms apart; a time slice is 3 to 10 ms",
+    )  # fmt: skip
     straggler_errors = Threshold(
         4, "the same in standard errors of that median", source="measured on busy machines: docs/slowness.md"
     )
@@ -171,7 +175,7 @@ class Straggler(PaceRule):
         return series is None or not series.open
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
-        kind = finding.phase if finding.phase in {"work", "pauses"} else "slow"
+        kind = "slow" if finding.severity is self.severity else finding.phase
         return () if kind == "pauses" and "gc_seconds" in finding.evidence else (kind, finding.ranks)
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
@@ -213,7 +217,9 @@ class Straggler(PaceRule):
     def _judge(self, step: Step, series: _Series, blocks: Sequence[Timing]) -> Findings:
         behind = self._behind(blocks)
         usual = middle(block.seconds for block in blocks)
-        slow = self._slow(blocks, behind, usual)
+        device = any(row.device_limit_bytes for row in step.rows.values())
+        least = max(self.straggler_share * usual, 0.0 if device else self.straggler_seconds)
+        slow = self._slow(blocks, behind, least)
         series.hits.append(slow)
         late = {place for hit in series.hits for place in hit}
         for place in slow - series.since.keys():
@@ -239,10 +245,10 @@ class Straggler(PaceRule):
         return found
 
     def _slow(
-        self, blocks: Sequence[Timing], behind: Mapping[int, tuple[float, float]], usual: float
+        self, blocks: Sequence[Timing], behind: Mapping[int, tuple[float, float]], least: float
     ) -> frozenset[int]:
         """Return the places that are behind, alone or together, and that the others wait for in most blocks."""
-        least, errors = self.straggler_share * usual, self.straggler_errors
+        errors = self.straggler_errors
         late = {place for place, (seconds, error) in behind.items() if seconds >= max(least, errors * error)}
         world = len(blocks[0].ranks)
         if not late or 2 * len(late) > world:
@@ -279,12 +285,13 @@ class Straggler(PaceRule):
         if collected >= self.straggler_phase * seconds:
             evidence["gc_seconds"] = _short(collected)
         evidence |= self._processor(step, blocks, worst)
+        shared = phase == "mixed" and "waits" in evidence  # late everywhere, without computing more
         return self.finding(
             step,
             step=series.since[worst],
             ranks=tuple(blocks[0].ranks[place] for place in places),
             phase=phase,
-            severity=Severity.INFO if ratio else self.severity,
+            severity=Severity.INFO if ratio or shared else self.severity,
             evidence=evidence,
         )
 

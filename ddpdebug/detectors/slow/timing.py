@@ -98,8 +98,9 @@ def _timing(step: Step) -> Timing | None:
         waits = [a + b for a, b in zip(waits, collectives, strict=True)]
         rest = [max(0.0, a - b - c) for a, b, c in zip(whole, waits, sums, strict=True)]
     own = [a + b for a, b in zip(sums, rest, strict=True)]
-    kept: dict[str, Sequence[float]] = dict(zip(("own", "wait", *PHASES), (own, waits, *phases, rest), strict=True))
-    kept |= {name: _known(columns[f"{name}_seconds"]) for name in ("cpu", "gc", "overhead")}
+    kept: dict[str, Sequence[float]] = {"own": own, "wait": waits, **dict(zip(PHASES, (*phases, rest), strict=True))}
+    cpu, gc, overhead = (_known(columns[f"{name}_seconds"]) for name in ("cpu", "gc", "overhead"))
+    kept |= {"cpu": cpu, "gc": gc, "overhead": overhead}
     elements = columns["input_elements"]
     kept["elements"] = elements if all(elements) else columns["batch_elements"]
     times = {name: array("d", values) for name, values in kept.items()}
