@@ -151,7 +151,7 @@ class DeviceClock:
     def __init__(
         self, bus: Bus, state: StepState, guard: Guard, hooks: GradientHooks, make: Callable[[], Device | None]
     ) -> None:
-        self._bus, self._state, self._guard, self._hooks, self._make = bus, state, guard, hooks, make
+        self._state, self._guard, self._hooks, self._make = state, guard, hooks, make
         self._device: Device | None = None
         self._open: list[_Span] = []
         self._spans: list[_Span] = []
@@ -159,21 +159,20 @@ class DeviceClock:
         self._arrivals, self._expected = 0, 0
         guard.when_cut(self._cut)
         guard.when_off("probe:device-times", self._stop)
+        bus.on("probe:device-times", events.ForwardBegan, self._forward_began)
+        bus.on("probe:device-times", events.ForwardPrepared, self._prepared)
+        bus.on("probe:device-times", events.ForwardEnded, self._forward_ended)
+        bus.on("probe:device-times", events.ForwardFailed, self._forward_failed)
+        bus.on("probe:device-times", events.BackwardBegan, self._backward_began)
+        bus.on("probe:device-times", events.BackwardEnded, self._backward_ended)
+        bus.on("probe:device-times", events.StepBegan, self._step_began)
+        bus.on("probe:device-times", events.StepEnded, self._step_ended)
         bus.on("probe:device-times", events.StepClosing, self._close)
 
     def _begin(self) -> None:
         """Record from here on."""
-        on = self._bus.on
-        on("probe:device-times", events.ForwardBegan, self._forward_began)
-        on("probe:device-times", events.ForwardPrepared, self._prepared)
-        on("probe:device-times", events.ForwardEnded, self._forward_ended)
-        on("probe:device-times", events.ForwardFailed, self._forward_failed)
-        on("probe:device-times", events.BackwardBegan, self._backward_began)
-        on("probe:device-times", events.BackwardEnded, self._backward_ended)
-        on("probe:device-times", events.StepBegan, self._step_began)
-        on("probe:device-times", events.StepEnded, self._step_ended)
-        self._hooks.at_gradient = self._arrived
-        self._state.clock.when_away = self._away
+        self._hooks.tell(self._arrived)
+        self._state.clock.tell(self._away)
         graph, patch = torch.cuda.CUDAGraph, entries_of(self._guard).patch
         begins = [("probe:device-times", self._capture_begins)]
         ends = [("probe:device-times", self._capture_ends)]
@@ -182,7 +181,8 @@ class DeviceClock:
         patch(graph, "capture_end", why, after=ends, failed=ends)
 
     def _stop(self) -> None:
-        self._hooks.at_gradient = self._state.clock.when_away = None
+        self._hooks.tell(None)
+        self._state.clock.tell(None)
 
     def _capture_begins(self, *_: Any, **__: Any) -> None:
         if self._device is not None:
@@ -202,8 +202,7 @@ class DeviceClock:
         self._open.append(_Span(column, self._device.mark()))
 
     def _leave(self, column: str) -> None:
-        assert self._device is not None
-        if not self._open or self._open[-1].column != column:
+        if self._device is None or not self._open or self._open[-1].column != column:
             return
         span = self._open.pop()
         span.second = self._device.mark()
@@ -215,7 +214,7 @@ class DeviceClock:
         (self._enter if away else self._leave)(_AWAY)
 
     def _forward_began(self, event: events.ForwardBegan) -> None:
-        if not torch.is_grad_enabled():
+        if self._device is None or not torch.is_grad_enabled():
             return
         away = bool(self._open) and self._open[-1].column == _AWAY  # buffers are broadcast: that began before
         kept = [self._open.pop()] if away else []
@@ -235,7 +234,7 @@ class DeviceClock:
         self._open.clear()
 
     def _backward_began(self, _: events.BackwardBegan) -> None:
-        if self._state.in_backward == 1:
+        if self._device is not None and self._state.in_backward == 1:
             self._arrivals, self._last = 0, None
             self._enter("backward_seconds")
 
@@ -266,7 +265,7 @@ class DeviceClock:
         ]
 
     def _step_began(self, _: events.StepBegan) -> None:
-        if not self._state.in_backward:
+        if self._device is not None and not self._state.in_backward:
             self._enter("optimizer_seconds")
 
     def _step_ended(self, _: events.StepEnded) -> None:

@@ -67,7 +67,7 @@ class MemoryUse(Part, key="probe:memory"):
 
 
 @dataclass(slots=True)
-class InputSizes(Part, key="probe:memory"):
+class InputSizes(Part, key="probe:input-sizes"):
     """How large the inputs of a step's forwards with gradients were."""
 
     elements: int = 0

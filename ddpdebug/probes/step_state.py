@@ -22,13 +22,17 @@ from ddpdebug.probes.record import SinceLastStep
 class Clock:
     """A clock that stands still while the thread that trains is in a collective: what it measures is a rank's own."""
 
-    __slots__ = ("_depth", "_left", "_thread", "away", "when_away")
+    __slots__ = ("_depth", "_left", "_thread", "_told", "away")
 
     def __init__(self) -> None:
         self.away = 0.0  # seconds in collectives so far
         self._thread = self._depth = 0  # which thread is in a collective, and in how many within each other
         self._left = 0.0  # when it went into the outermost
-        self.when_away: Callable[[bool], None] | None = None  # told as it stops and as it goes on
+        self._told: Callable[[bool], None] | None = None  # as it stops, and as it goes on
+
+    def tell(self, look: Callable[[bool], None] | None) -> None:
+        """Tell somebody as it stops, with True, and as it goes on, with False; or nobody any longer."""
+        self._told = look
 
     def now(self) -> float:
         """Return the seconds of `time.perf_counter`, those in collectives left out."""
@@ -40,8 +44,8 @@ class Clock:
             self._depth += 1
         else:
             self._thread, self._depth, self._left = threading.get_ident(), 1, time.perf_counter()
-            if self.when_away is not None:
-                self.when_away(True)
+            if self._told is not None:
+                self._told(True)
 
     def go_on(self) -> None:
         """Go on, where the outermost collective of the thread has ended."""
@@ -49,8 +53,8 @@ class Clock:
             self._depth -= 1
             if not self._depth:
                 self.away += time.perf_counter() - self._left
-                if self.when_away is not None:
-                    self.when_away(False)
+                if self._told is not None:
+                    self._told(False)
 
     def reset(self) -> None:
         """Be outside of any collective: the end of one may not have been seen."""

@@ -73,7 +73,7 @@ _PROBES = {
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
     "unregistered rollouts evaluation observe load",
     "data": "loader items splits draws",
-    "memory": "memory memory-limit",
+    "memory": "memory memory-limit input-sizes",
     "other": "coverage cut scene place loss_line disk spawned collectives collective-hooks own-times collector "
     "device-times",
 }
