@@ -28,7 +28,7 @@ from jobs import Job, Result, run_all
 _GOALS = {
     "a rank left": (3, ("sigkill", "return", "raise", "os_exit", "uneven")),
     "different calls": (5, ("operation", "conditional", "barrier", "crossed", "new_group", "recv", "nan_continue")),
-    "no sign of life": (8, ("sigstop", "gil")),
+    "no sign of life": (8, ("sigstop", "gil", "regex", "pattern")),
     "nothing moves": (12, ("lock", "queue", "socket", "fifo", "stdin", "debugger", "process", "worker_blocked")),
 }
 _BUSY = "while True: sum(range(1000))"

@@ -88,7 +88,7 @@ class World:
 
 def measure(size: int, steps: int, odd: int | None = None) -> dict[str, Any]:
     """Return what a world of this size costs."""
-    draw, world = random.Random(size), World(size)
+    draw, world = random.Random(size), World(size)  # noqa: S311 - no secret
     many, schedule = ManyRanks(size, lambda _: None), Schedule(budget=0.01, every_step=False)
     diagnosis = Diagnosis(world=size, config={"world": size})
     times: dict[str, list[float]] = defaultdict(list)

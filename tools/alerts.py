@@ -64,6 +64,7 @@ class Alert:
     description: str
     wait: str = ""  # how long it has to last
     family: str = ""  # the letters of the codes of findings about the same
+    code: str = ""  # ... or the one code
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
@@ -280,6 +281,9 @@ def _of_the_ranks() -> Iterator[Alert]:
             " although its endpoints answer: " + _ranks(behind, "is", "are", "no rank is") + " behind the others."
         ),
     )
+    each = f"sum by (rank, phase) (rate(ddpdebug_own_seconds_total{{{_THIS}}}[5m]))"
+    phase = f"topk(1, max by (phase) ({each}) - quantile by (phase) (0.5, {each})) > 0"
+    share = f"run_rank:ddpdebug_straggler_cost:worst5m{{{_THIS}}} > 0.01"
     works = (
         f"run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}} "
         f"- scalar(quantile(0.5, run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}})) "
@@ -290,14 +294,27 @@ def _of_the_ranks() -> Iterator[Alert]:
         expr=f"run:ddpdebug_straggler:ratio > 0.1 {_ALIVE}",
         wait="10m",
         severity="warning",
-        summary=_ranks(works, "slows", "slow", "a rank slows") + " down {run}",
+        code="SLOW601",
+        summary=_ranks(works, "slows", "slow", "a rank slows") + " down {run}" + _ask(phase, _IN_PHASE),
         description=(
             "For 10 minutes, "
             + _ranks(works, "of {run} works", "of {run} work", "a rank of {run} works")
-            + " longer than the median rank before the others can go on, by up to {{ humanizePercentage $value }}"
-            " of a step. All others wait."
+            + " longer than the median rank by itself, by up to {{ humanizePercentage $value }} of a step"
+            + _ask(phase, ", most of it" + _IN_PHASE)
+            + ". All others wait."
+            + _ask(share, _COSTS)
+            + _cause("SLOW601")
         ),
     )
+
+
+#: The phase of a query's result; what its rank costs, and has cost: ` Rank 2 costs 12% of each step, 3m 6s so far.`
+_IN_PHASE = "{{ with first . }} in {{ .Labels.phase }}{{ end }}"
+_COSTS = (
+    "{{ with first . }} Rank {{ .Labels.rank }} costs {{ humanizePercentage (value .) }} of each step"
+    "{{ with query (printf `max(ddpdebug_straggler_cost_seconds_total{run_id=%[1]q, rank=%[2]q})` $labels.run_id"
+    " .Labels.rank) }}, {{ humanizeDuration (. | first | value) }} so far{{ end }}.{{ end }}"
+)
 
 
 def _hang() -> Alert:
@@ -451,9 +468,10 @@ def _of_the_machine() -> Iterator[Alert]:
 
 
 def _of_findings() -> Iterator[Alert]:
-    """Yield the alerts that tell of findings; critical ones that no alert above has told of in other words."""
+    """Yield the alerts that tell of findings that no alert above has told of in other words."""
     told = 'max_over_time(ALERTS{alertstate="firing", alertname=~"%s"}[15m])'
     specific = told % "Ddpdebug(Nonfinite|RanksDisagree|UnsynchronisedGradients)"
+    slow = told % "DdpdebugStraggler"
     over = told % "DdpdebugRun(Failed|Lost)"
     words = {
         "critical": "it makes the run wrong or dead from that step on",
@@ -468,9 +486,15 @@ def _of_findings() -> Iterator[Alert]:
             own, failed = f'{every}, code!~"(FAIL|HANG).*"', f'{every}, code=~"FAIL.*"'
             grown, late = (_new(f"ddpdebug_findings_total{{{which}}}", "run_id, run, code") for which in (own, failed))
             grown = f"({grown} or {late} and on (run_id) run:ddpdebug_ranks_running:count)"
+        if severity == "warning":  # that ranks have waited for long is nothing to look at once they go on
+            own, hangs = f'{every}, code!~"HANG.*"', f'{every}, code=~"HANG.*"'
+            grown, waits = (_new(f"ddpdebug_findings_total{{{which}}}", "run_id, run, code") for which in (own, hangs))
+            grown = f"({grown} or {waits} and on (run_id) run:ddpdebug_hang_state:max >= 2)"
         expr = f'label_replace({grown}, "family", "$1", "code", "([A-Z]+).*")'
         if severity == "critical":
             expr += f" unless on (run_id, family) {specific} unless on (run_id) {over}"
+        if severity == "warning":
+            expr += f" unless on (run_id, code) {slow}"
         place = _incident("code=%[2]q", _PLACE)
         yield Alert(
             name=f"DdpdebugFinding{severity.title()}",
@@ -515,6 +539,7 @@ def _alert(rule: Alert) -> list[tuple[str, str]]:
     fields += [("for", rule.wait)] if rule.wait else []
     fields += [("labels", ""), ("  severity", rule.severity)]
     fields += [("  family", rule.family)] if rule.family else []
+    fields += [("  code", rule.code)] if rule.code else []
     fields += [("annotations", ""), ("  summary", summary), ("  description", description)]
     return [*fields, ("  runbook_url", f"{RUNBOOKS}{rule.name}.md")]
 

@@ -131,6 +131,27 @@ findings, and by a rank that cannot tell the others. What was told last counts f
 A rank whose interpreter does not run serves nothing: that it is silent is told by another one. Where rank 0 alone
 serves (`--metrics rank0`) and is itself silent, only `up` shows it, and the finding in `ranks/<rank>/findings.jsonl`.
 
+## Own time, waiting, and what slow ranks cost
+
+The ranks of a job step together: how long a step takes says nothing about which of them is slow. So each step is
+parted into what was a rank's own (`ddpdebug_own_seconds_total`, by phase: `data`, `forward`, `backward` until the
+rank's last gradient, `optimizer`, and `other`, which is what lies between) and what it waited for others or exchanged
+data with them (`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has the phases as the script sees them, with
+all of backward: they differ in backward only.
+
+- own time of a step, by rank: `sum by (run_id, run, rank) (rate(ddpdebug_own_seconds_total[5m])) / max by (run_id, run,
+  rank) (rate(ddpdebug_step_seconds_count[5m]))`
+- what a rank costs, as a share of the time of its steps: `rate(ddpdebug_straggler_cost_seconds_total[5m]) /
+  rate(ddpdebug_step_seconds_sum[5m])`
+- the share that waits for the loader: `rate(ddpdebug_phase_seconds_sum{{phase="data"}}[5m]) / ignoring (phase)
+  rate(ddpdebug_step_seconds_sum[5m])`
+
+A step would be shorter without its slowest rank by the difference to the next one: that is what the slowest costs, and
+the others cost nothing in that step. **Somebody is last in every step**, so noise costs something in a healthy run too,
+and the more so the more ranks there are. A rank that is slow is one that costs much more than the others; where ranks
+cost about the same, being last goes by turns, as with batches of uneven length. Two ranks that are equally slow cost
+next to nothing, for repairing one of them would change nothing: their own time is above the median all the same.
+
 ## All metrics"""
 
 _MANY_HEAD = f"""\
@@ -145,12 +166,13 @@ there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
   `increase()` work on them. They have no label `rank`, and no name that a metric of single ranks has.
 - **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with the labels `metric` (the name without
   `ddpdebug_`), `of` (the value of the metric's other label, where it has one) and `stat` (min, max). For example
-  `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
+  `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for, and
+  `{EXTREMES}{{metric="mean_straggler_cost_seconds", stat="max"}}` the one that has cost most of late.
 - **The series of {SHOWN} ranks and rank 0**: first those that are ill (ranks that others wait for, culprits of the five
-  newest findings, those that have left, were outvoted, or met numbers that are not finite), then the slowest and those
-  with the fullest memory. Who is shown stays for ten minutes at least, unless someone ill needs the place, so that
-  series do not come and go: in ten minutes at most {SHOWN} ranks are new for either reason. What more than half of the
-  ranks have is no reason.
+  newest findings, those that have left, were outvoted, or met numbers that are not finite), then those that cost
+  most, the slowest and those with the fullest memory. Who is shown stays for ten minutes at least, unless someone ill
+  needs the place, so that series do not come and go: in ten minutes at most {SHOWN} ranks are new for either reason.
+  What more than half of the ranks have is no reason.
 
 `/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
 configuration `params: {{detail: [all]}}`); its rendering has a budget of its own."""

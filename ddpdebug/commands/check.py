@@ -23,7 +23,7 @@ from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import PRIVATE, Disk, mode_of
 from ddpdebug.errors import UsageError
 from ddpdebug.processes import stacks
-from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
+from ddpdebug.processes.launch import OVER, RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.progress.asked import Asking
@@ -90,6 +90,12 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
         else:
             command = torchrun_words(world, words, ("ddpdebug.processes.torchrun", str(failures)))
         watch = HangWatch(directory, run_id)
+
+        def late() -> None:
+            found.update(_asked(directory, world) if watch.stands else stacks.collect(*_who(folder, world)))
+            with contextlib.suppress(OSError):
+                failures.with_name(OVER).touch()
+
         status = supervise(
             command,
             {
@@ -99,9 +105,7 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             },
             config.timeout,
             RUN_ID,
-            late=lambda: found.update(
-                _asked(directory, world) if watch.stands else stacks.collect(*_who(folder, world))
-            ),
+            late=late,
             over=watch.look,
         )
         statuses = _statuses(status, failures, world, launched=config.nproc_per_node is not None)

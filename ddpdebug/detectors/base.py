@@ -124,6 +124,8 @@ class Detector:
     group: ClassVar[str] = ""
     #: Fields that two findings about the same incident have in common; of the subject its first name.
     incident: ClassVar[tuple[str, ...]] = ("phase",)
+    #: Of two findings about the same incident the later one knows more: its evidence takes the place of the other's.
+    keeps_newest: ClassVar[bool] = False
     #: Each is fed to a fresh instance; run as tests.
     fires_on: ClassVar[Examples] = Examples()
     silent_on: ClassVar[Examples] = Examples()

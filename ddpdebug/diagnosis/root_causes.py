@@ -84,7 +84,10 @@ class Incident:
         if (ranks, subject) != (self.finding.ranks, self.finding.subject):
             self.finding = replace(self.finding, ranks=ranks, subject=subject)
             self.changed = True
-        self.again(finding.step)
+        if self.rule.keeps_newest:
+            told = {key: value for key, value in self.finding.evidence.items() if key == "consequences"}
+            self.finding = replace(self.finding, evidence={**finding.evidence, **told})
+        self.again(finding.last_step if self.rule.keeps_newest else finding.step)
 
     def add_consequence(self, finding: Finding) -> None:
         """Add what follows from this incident to its evidence, once for each code."""
@@ -289,7 +292,7 @@ class Incidents:
         for incident in self._new:
             incident.told, incident.changed = incident.finding.count, False
         for incident in dict.fromkeys((*self._touched, *self._open())):
-            grown = last and incident.finding.count != incident.told
+            grown = last and (incident.finding.count != incident.told or incident.rule.keeps_newest)
             if incident.root is None and (incident.changed or grown):
                 news.append((incident.finding, False))
             incident.told, incident.changed = (

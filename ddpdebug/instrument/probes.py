@@ -16,6 +16,8 @@ from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.collective_notes import CollectiveNotes
+from ddpdebug.probes.collector_pauses import CollectorPauses
+from ddpdebug.probes.device_times import DeviceClock, cuda_device
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.gradient_hooks import GradientHooks
@@ -79,9 +81,8 @@ class Probes:
         bus, state = self.bus, self.state
         voting = vote is not None and vote.active
         self.captures = ForwardCaptures(guard, keep_inputs)
-        self.memory = MemoryProbe(bus)
+        self.memory = MemoryProbe(bus, state)
         self.buffers = Buffers(bus, state, guard)
-        self.own_clock = OwnClock(bus, state, guard)
         self.calls = LoopCalls(bus, state, announce)
         self.loaders = Loaders(bus, state, announce)
         self.numerics = Numerics(bus, state, guard, self.calls, self.captures, on=vote is not None, every_step=voting)
@@ -100,6 +101,9 @@ class Probes:
             due=due,
         )
         self.collectives = CollectiveNotes(bus, state, guard)
+        self.own_clock = OwnClock(bus, state, guard)
+        self.pauses = CollectorPauses(bus, state, guard)
+        self.device_clock = DeviceClock(bus, state, guard, self.hooks, cuda_device)
         self.draws = RandomDraws(bus, state, announce, due)
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)

@@ -135,7 +135,11 @@ def calling_frame() -> FrameType | None:
 def user_frame(start: FrameType | None = None) -> FrameType | None:
     """Return the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
     current: FrameType | None = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
-    while current is not None and not is_user_file(current.f_code.co_filename):
+    while current is not None:
+        name = current.f_code.co_filename
+        known = _seen.get(name)
+        if known or (known is None and is_user_file(name)):
+            break
         current = current.f_back
     return current
 
@@ -143,7 +147,16 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
 def user_location(start: FrameType | None = None) -> str | None:
     """Return `file:line` of the nearest frame that is the user's."""
     frame = user_frame(start or sys._getframe(1))  # noqa: SLF001 - as above
-    return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
+    if frame is None:
+        return None
+    code = frame.f_code
+    key = id(code), frame.f_lasti
+    known = _lines.get(key)
+    if known is None or known[0] is not code:  # in a long function it takes microseconds to find the line
+        if len(_lines) >= _MOST_LINES:
+            _lines.clear()
+        known = _lines[key] = code, location(code.co_filename, frame.f_lineno)
+    return known[1]
 
 
 def local_values(frame: FrameType) -> dict[str, Any]:
@@ -171,6 +184,9 @@ def location(file: str, line: int) -> str:
 
 
 _seen: dict[str, bool] = {}
+#: Where code stands by what it has run last; the code as well, whose number another may have after it.
+_lines: dict[tuple[int, int], tuple[CodeType, str]] = {}
+_MOST_LINES = 1024
 
 
 def is_user_file(name: str) -> bool:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,6 @@ _MESSAGES = frozenset(
         "element",
         "stop",
         "trouble",
-        "run",
         "leave",
         *_OF_HANGS,
         *_OF_MANY,
@@ -364,6 +363,8 @@ class Monitor:
                 known |= {"step": newest.step, "missing": () if gradients is None else tuple(gradients.missing)}
             self._failure = Failure(reason=reason, **known)
             self._announce(self._failure)
+            if self._progress_watch is not None:
+                self.guard.run("close:lost-rank", self._progress_watch.thrown_out, reason)
         elif self._progress_watch is not None:
             self.guard.run("close:progress", self._progress_watch.finish)
         self.covering.tell()
@@ -440,7 +441,6 @@ class Monitor:
         self._progress_watch = self._watch_progress()
         if self.rank == 0:
             self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
-            self._say("run", directory=str(self.directory or ""), run_id=self.run_id)
         while self._early:
             self._deliver(self._early.pop(0))
         if lost:
@@ -519,9 +519,11 @@ class Monitor:
                 else:
                     prefix = self._roll.meet_again(generation, size)
                 place = self._store, f"{prefix}/{generation}"
-                if self._many is not None:
-                    return self._tree(*place, members)
-                return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, self._on_silence)
+                watch = self._progress_watch
+                with nullcontext() if watch is None else watch.connecting():
+                    if self._many is not None:
+                        return self._tree(*place, members)
+                    return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, self._on_silence)
             except Exception:
                 if generation > 0 or not self._group_replaced(group):
                     raise
@@ -551,7 +553,16 @@ class Monitor:
                 if value != ours:
                     self._trouble(f"{name}={value} of rank {rank}", f"rank 0 has {ours}, and that holds for all")
         self.covering.connecting()
+        self._back.run("run directory", self._join_run, own["~run"])
+        if self._progress_watch is not None:  # from here on its black box tells of a rank
+            self._back.run("progress", self._progress_watch.begin)
         return prefix
+
+    def _join_run(self, run: Mapping[str, Any]) -> None:
+        """Write where rank 0 does."""
+        if self.fanout is None:
+            self.run_id = str(run["run_id"])
+            self._open_sinks(Path(str(run["directory"])))
 
     def _identity(self) -> dict[str, Any]:
         """Return what all ranks must have in common; what begins with `~` is for rank 0 to decide."""
@@ -564,6 +575,7 @@ class Monitor:
             "~budget": self.config.budget,
             "~every_step": self.config.every_step,
             "~neighbours": os.environ.get("LOCAL_WORLD_SIZE", ""),
+            "~run": {"directory": str(self.directory or ""), "run_id": self.run_id},
         }
 
     def _why_not_wait(self, group: object | None, waiting: Waiting) -> str | None:
@@ -898,9 +910,6 @@ class Monitor:
             run("progress", self._progress_watch.hear, rank, kind, message)
         elif kind == "trouble" and self.rank == 0 and rank != 0:
             self._write(Trouble(part=f"{message['part']} of rank {rank}", message=str(message["message"])))
-        elif kind == "run" and self.fanout is None:
-            self.run_id = str(message["run_id"])
-            self._open_sinks(Path(str(message["directory"])))
         else:
             self._hear_plan(rank, kind, message)
 

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.detectors.fail.rules import is_victims
+from ddpdebug.detectors.fail.rules import is_by_loss, is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats
 from ddpdebug.monitor.hang_stop import HangStop
@@ -173,16 +174,18 @@ class ProgressWatch:
         self._left: dict[int, tuple[str, float]] = {}
         self._entered: dict[int, Mapping[str, int]] = {}  # final counts of ranks that have told their end
         self._failures: dict[int, Failure] = {}
-        self._kernels: dict[int, tuple[kernel.Kernel, float]] = {}
+        self._kernels: dict[int, deque[tuple[kernel.Kernel, float]]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
         self._tell_until = self._told = 0.0
         self._hangs: dict[tuple[int, int], _Open] = {}  # (judge, its number) -> one that is open, whoever has told it
         self._alone: list[Announcement] = []  # made while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
+        self._unheard: list[Hang | HangOver] = []  # sent, and not come back yet with what all have heard
         self._number, self._said_more = 0, False
         self._nodes: dict[int, str] = {}  # as the ranks have told
         self._on_host: dict[int, bool] = {}  # rank -> whether it runs on this host, as its black box says
         self._look_again: dict[int, float] = {}
+        self._at_end: set[int] = set()  # have come to the end of their watch, or are gone
         self._on_disk: set[int] = set()  # whose black box was brought to where it belongs
         self._ticked, self._ident, self._is_off, self._parent = self._began, 0, False, os.getppid()
         self._lock = threading.Lock()
@@ -221,6 +224,31 @@ class ProgressWatch:
         self._is_off = True
         if self.box is not None:
             self.box.mark(_IS_OFF)
+
+    # --- the ranks meet -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make the black box: whoever else is here sees this rank now."""
+        with self._alone_in() as held:
+            if held:
+                self._look()
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Look at the others in a thread of its own while this one is in a call that waits for all."""
+        began, over = time.monotonic(), threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOST_SECONDS):
+                with suppress(Exception):  # nothing of this may reach the job
+                    self.unanswered(time.monotonic() - began)
+
+        with suppress(RuntimeError):  # the process may have no more threads
+            threading.Thread(target=look, name="ddpdebug-connecting", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     # --- the ranks talk -----------------------------------------------------------------------------------------------
 
@@ -282,12 +310,37 @@ class ProgressWatch:
             self._note_end(rank, announcement.reason)
         elif isinstance(announcement, Place):
             self._nodes[rank] = announcement.node
+        elif isinstance(announcement, Hang | HangOver) and rank == self.rank:
+            self._note_heard(announcement)
         elif isinstance(announcement, Hang) and announcement.judge != self.rank:
             began = time.monotonic() - announcement.waited
             known = _Open(announcement, began, _waiting({rank: look for rank, (look, _) in self._looks.items()}))
             self._hangs.setdefault((announcement.judge, announcement.number), known)
         elif isinstance(announcement, HangOver):
             self._hangs.pop((announcement.judge, announcement.number), None)
+
+    def _note_heard(self, announcement: Hang | HangOver) -> None:
+        """Note that all have heard what this rank has said; where rank 0 has gone, nobody but this one writes it."""
+        self._unheard = [one for one in self._unheard if _name(one) != _name(announcement)]
+        if isinstance(announcement, HangOver):
+            self._hangs.pop((announcement.judge, announcement.number), None)
+        elif 0 not in self._members:
+            self._speak()
+
+    def _tell_unheard(self) -> None:
+        """Say here what the others can hear no more."""
+        unheard, self._unheard = self._unheard, []
+        for one in unheard:
+            self._speak()
+            self._feed(one)
+            if isinstance(one, Hang):
+                self._fed.add(one.number)
+
+    def _speak(self) -> None:
+        """Be the one that people hear of hangs from, in the place of rank 0."""
+        if not self._speaks:
+            self._speaks = True
+            self._stand_in()
 
     def _note_end(self, rank: int, reason: str) -> None:
         words = reason if reason.startswith("it ") else f"it has ended: {reason}"
@@ -476,8 +529,10 @@ class ProgressWatch:
         progress, shown = from_json(RankProgress, box.look), box.kernel()
         told = "" if progress is None else progress.ended
         if told:  # by its own account, whether its process is still there or not
+            self._at_end.add(rank)
             self._note_end(rank, told)
         if shown is None or shown.is_gone:
+            self._at_end.add(rank)
             known = None if shown is None else shown.ended_by
             if (home := self._folder()) is not None and rank not in self._on_disk:
                 self._on_disk.add(rank)
@@ -497,10 +552,12 @@ class ProgressWatch:
         if box.mark and not shown.is_stopped:
             return Seen()  # its interpreter may well run
         ran = shown.cpu - self._cpu.setdefault(rank, shown.cpu)
-        before, when = self._kernels.setdefault(rank, (shown, now))
+        looks = self._kernels.setdefault(rank, deque())
+        looks.append((shown, now))
+        while now - looks[1 % len(looks)][1] >= 1.0:
+            looks.popleft()
+        before, when = looks[0]  # the newest that is a second old
         runs = shown.moved_since(before, now - when) if now - when >= 1.0 else shown.state == "R"
-        if now - when >= 2.0:
-            self._kernels[rank] = shown, now
         found = Seen(progress=progress, silent=silent, runs=runs, ran=ran, kernel=shown.words())
         place = _place_now(box, shown)
         return found if place is None or progress is None else replace(found, progress=_at(progress, place), now=True)
@@ -524,6 +581,7 @@ class ProgressWatch:
             self._stop.wait(_LOST_SECONDS)
 
     def _go_round(self) -> None:
+        self._tell_unheard()
         _, now = self._look()
         seen, here = self._seen_from_outside(now, whole=self._hang_stop is not None)
         self._note_killed(seen, here, now)
@@ -551,18 +609,33 @@ class ProgressWatch:
             self._thread.join(_CLOSING_SECONDS)
         with self._alone_in(_CLOSING_SECONDS) as held:
             if held:
+                self._tell_unheard()
                 self._judge_end(reason)
         self.note_end(reason)
         if self.box is not None:
             self.box.close()
 
-    def _judge_end(self, reason: str) -> None:
+    def thrown_out(self, reason: str) -> None:
+        """Say who has gone, where that ended the script of this rank: it may be killed while it takes leave."""
+        with self._alone_in(_CLOSING_SECONDS) as held:
+            if held:
+                self._judge_thrown_out(reason, alone=self._lost)
+
+    def _judge_thrown_out(self, reason: str, *, alone: bool) -> None:
         known = any(one.hang.kind != "busy" for one in self._hangs.values())
-        if is_victims(reason) and not known and not self._is_cancelled():
-            now = time.monotonic()
-            seen, here = self._seen_from_outside(now)
-            if min((rank for rank in here if not seen[rank].left), default=self.rank) == self.rank:
-                self._conclude(self._why_ended(seen), now, alone=True, seen=seen)
+        if known or not is_victims(reason) or self._is_cancelled():
+            return
+        now = time.monotonic()
+        seen, here = self._seen_from_outside(now)
+        # lower ones that have not come to this themselves yet will; those that have may have known less
+        if not any(rank < self.rank and rank not in self._at_end for rank in here):
+            found = self._why_ended(seen)
+            if found is None and alone and is_by_loss(reason):
+                found = self._by_elimination(seen, here)
+            self._conclude(found, now, alone=alone, seen=seen)
+
+    def _judge_end(self, reason: str) -> None:
+        self._judge_thrown_out(reason, alone=True)
         if not reason.startswith("exception"):  # who comes to its end has not waited for ever
             for one in self._own_hangs("silent", "stuck", "busy", "cycle", "mismatch"):
                 self._feed(self._over(one, time.monotonic()))
@@ -577,6 +650,14 @@ class ProgressWatch:
         gone = [rank for rank in gone if not _was_asked(seen[rank].left)]
         named = [rank for rank in gone if not seen[rank].left.endswith(_NO_PROCESS)]
         return self._about_left(named or gone, seen) if gone else None
+
+    def _by_elimination(self, seen: Mapping[int, Seen], here: set[int]) -> Hang | None:
+        """Return that the one rank has gone of which nothing is known, where all others have lost their connection."""
+        far = [rank for rank in seen if rank not in here and not seen[rank].left]
+        if len(far) != 1 or not all(one.left_by_others for rank, one in seen.items() if rank not in {self.rank, *far}):
+            return None
+        gone = replace(seen[far[0]], left="it has gone, or is out of reach: its connections are closed")
+        return self._about_left(far, {**seen, far[0]: gone})
 
     def _is_cancelled(self) -> bool:
         """Tell whether this process was asked to end, or has lost who had started it."""
@@ -724,9 +805,8 @@ class ProgressWatch:
         self._number += 1
         found = replace(self._with_notes(found), judge=self.rank, number=self._number)
         self._hangs[self.rank, self._number] = _Open(found, now - found.waited, _waiting(looks))
-        if (alone or (0 in found.ranks and found.kind == "silent")) and not self._speaks:
-            self._speaks = True
-            self._stand_in()
+        if alone or (0 in found.ranks and found.kind == "silent"):
+            self._speak()
         self._tell_all(found, alone=alone)
         if alone:
             self._fed.add(found.number)
@@ -734,6 +814,8 @@ class ProgressWatch:
     def _tell_all(self, announcement: Announcement, *, alone: bool) -> None:
         """Tell all ranks, or as long as they cannot hear it this rank's own diagnosis, and them later."""
         if not alone:
+            if isinstance(announcement, Hang | HangOver):
+                self._unheard.append(announcement)
             self._announce(announcement)
             return
         if not self._lost:
@@ -817,6 +899,10 @@ def _ranks(text: str) -> list[int]:
     return [rank for low, _, high in spans for rank in range(int(low), int(high or low) + 1)]
 
 
+def _name(announcement: Hang | HangOver) -> tuple[type, int, int]:
+    return type(announcement), announcement.judge, announcement.number
+
+
 def _waiting(looks: Mapping[int, RankProgress]) -> dict[int, RankProgress]:
     return {rank: look for rank, look in looks.items() if look.waiting}
 
@@ -846,6 +932,7 @@ def _beat_of(number: int, look: RankProgress, near: Mapping[int, Seen]) -> bytes
             "kernel": one.kernel,
             "silent": one.silent,
             "runs": one.runs,
+            "ran": one.ran,
             "left": one.left,
             "left_for": one.left_for,
             "now": one.now,
@@ -869,6 +956,7 @@ def _read_beat(value: bytes) -> tuple[RankProgress | None, dict[int, Seen]]:
                 progress=from_json(RankProgress, one["look"]),
                 silent=float(one["silent"]),
                 runs=bool(one["runs"]),
+                ran=float(one["ran"]),
                 kernel=str(one["kernel"]),
                 now=bool(one["now"]),
                 left=str(one["left"]),
@@ -889,7 +977,7 @@ def _place_now(box: black_box.Recorded, shown: kernel.Kernel) -> frames.At | Non
 
 
 def _at(progress: RankProgress, at: frames.At) -> RankProgress:
-    return replace(progress, place=at.place, function=at.function, does=at.does, stack=at.stack)
+    return replace(progress, place=at.place, function=at.function, does=at.does, kind=at.kind, stack=at.stack)
 
 
 def _box_of(home: Path, rank: int) -> Path:

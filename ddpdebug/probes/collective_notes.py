@@ -9,10 +9,12 @@ group (`ProcessGroup.register_pre_hook`, from 2.14 on), each of DDP's is noted t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,8 +36,17 @@ _MESSAGES = frozenset({"isend", "irecv"})
 #: What the recorder counts for a `monitored_barrier`, on each rank.
 _OF_BARRIER = 2
 #: What no group counts: those around messages, and what meets in the store.
-_UNCOUNTED = frozenset({"batch_isend_irecv", "destroy_process_group", "new_group", "recv", "send"})
-_OF_OBJECTS = frozenset({"recv_object_list", "send_object_list"})
+_UNCOUNTED = frozenset(
+    {
+        "batch_isend_irecv",
+        "destroy_process_group",
+        "new_group",
+        "recv",
+        "recv_object_list",
+        "send",
+        "send_object_list",
+    }
+)
 
 
 class _Numbers:
@@ -71,10 +82,11 @@ class _Numbers:
 
     def at(self, count: int) -> int:
         """Return the number of the newest collective as the next call begins."""
-        before, self._barrier = self._barrier, None
+        before = self._barrier
         if before is not None:
+            self._barrier = None
             self._add(count, max(0, count - before - _OF_BARRIER))
-        return self.of(count)
+        return self.of(count) if self._sent else count
 
     def of(self, count: int) -> int:
         """Return the number of the newest collective at a count of the group's."""
@@ -93,7 +105,7 @@ class CollectiveNotes:
         self._write: Callable[[str], None] | None = None
         self._kept: deque[str] = deque(maxlen=_KEPT)
         self._numbers: dict[str, _Numbers] = {}
-        self._shapes: dict[tuple[Any, Any], str] = {}
+        self._shapes: dict[tuple[Any, Any], tuple[str]] = {}
         self._batches = 0
         self._is_placed = False
         bus.on("probe:collectives", ForwardBegan, self._forward)
@@ -108,7 +120,8 @@ class CollectiveNotes:
         self._is_placed = True
         what = "the code of the functions of torch.distributed"
         why = "which collectives a rank has issued, and where; the functions stay the same objects"
-        self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why)
+        timed = ("probe:own-times", self._begins), ("probe:own-times", self._state.clock.go_on)
+        self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why, *timed)
 
     def write_to(self, write: Callable[[str], None]) -> None:
         """Have notes written; those that are kept are written first."""
@@ -118,11 +131,19 @@ class CollectiveNotes:
 
     # --- what is noted ------------------------------------------------------------------------------------------------
 
-    def issued(self, operation: str, tensors: Any, root: Any, group_root: Any, group: Any) -> None:
-        """Note a call that begins."""
-        if operation in _UNCOUNTED or operation in _OF_OBJECTS:
+    def issued(
+        self,
+        operation: str,
+        tensors: Any,
+        root: Any,
+        group_root: Any,
+        group: Any,
+        frame: FrameType | None = None,
+    ) -> None:
+        """Note a call that begins, in the function whose frame this is."""
+        if operation in _UNCOUNTED:
             peer = root if isinstance(root, int) else None
-            self._note(operation, "", 0, self._texts(tensors), peer)
+            self._note(operation, "", 0, self._texts(tensors), peer, frame)
             return
         found = internals.own_group(group)
         if found is None:
@@ -139,7 +160,12 @@ class CollectiveNotes:
             number = -1
         else:
             numbers.own += 1
-        self._note(operation, name, number + 1, self._texts(tensors), root)
+        self._note(operation, name, number + 1, self._texts(tensors), root, frame)
+
+    def _begins(self) -> None:
+        """Let the clock stand still in the thread that trains, until the function ends."""
+        if self._entries.threads.watched() == threading.get_ident():
+            self._state.clock.stop()
 
     def _forward(self, event: ForwardBegan) -> None:
         if internals.syncs_buffers_now(event.ddp):
@@ -183,8 +209,16 @@ class CollectiveNotes:
         count = internals.sequence_number(group)
         return name, numbers.own if count is None else count, numbers
 
-    def _note(self, operation: str, group: str, number: int, shapes: tuple[str, ...], root: int | None) -> None:
-        step, location = self._state.next_step(), user_location()
+    def _note(
+        self,
+        operation: str,
+        group: str,
+        number: int,
+        shapes: tuple[str, ...],
+        root: int | None,
+        frame: FrameType | None = None,
+    ) -> None:
+        step, location = self._state.next_step(), user_location(frame)
         text = note_of(operation, group, number, root, step, self._batches, location, shapes)
         self._kept.append(text)
         if self._write is not None:
@@ -192,18 +226,18 @@ class CollectiveNotes:
 
     def _texts(self, given: Any) -> tuple[str, ...]:
         if isinstance(given, torch.Tensor):
-            return (self._text(given),)
+            return self._text(given)
         if isinstance(given, list | tuple):
-            return tuple(self._text(one) for one in given[:_MOST_SHAPES])
+            return tuple(text for one in given[:_MOST_SHAPES] for text in self._text(one))
         return ()
 
-    def _text(self, given: Any) -> str:
+    def _text(self, given: Any) -> tuple[str]:
         if not isinstance(given, torch.Tensor):
-            return str(given) if isinstance(given, int) else type(given).__name__
+            return (str(given) if isinstance(given, int) else type(given).__name__,)
         key = given.dtype, given.shape
         known = self._shapes.get(key)
         if known is None:
-            known = f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+            known = (f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}",)
             if len(self._shapes) < _MOST_KNOWN:
                 self._shapes[key] = known
         return known

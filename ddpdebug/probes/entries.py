@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
+import itertools
 import os
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +34,8 @@ from ddpdebug.probes.threads import Threads
 #: What looks, with the name of its part.
 Look = tuple[str, Callable[..., Any]]
 
+#: So many times are taken as a collection begins, and as it ends.
+STAMPS = 2
 #: What is registered for a time or for one object only, by the method that does it: what, and when.
 PASSING = {
     "before_modules": (
@@ -51,6 +57,10 @@ PASSING = {
     "when_gone": ("weak references with a callback", "on wrappers, optimizers, parameters, schedulers and models"),
     "at_exit": ("`atexit`", "until it is closed"),
     "in_child": ("`os.register_at_fork`", "for ever; it does nothing once it is closed"),
+    "on_collections": (
+        "a callback of Python's garbage collector, the first in `gc.callbacks`",
+        "from the end of the first step on, until it is closed; it runs no code in Python",
+    ),
     "when_out_of_memory": (
         "torch's observer of failed CUDA allocations",
         "from the first step on CUDA on, for ever; it does nothing once it is closed",
@@ -208,17 +218,26 @@ class Entries:
         self,
         part: str,
         what: str,
-        change: Callable[[Callable[..., None]], Callable[[], None]],
+        change: Callable[..., Callable[[], None]],
         look: Callable[..., None],
         why: str = "",
+        *others: Look,
     ) -> None:
-        """Let `change` put a look into the code of functions, in whatever thread these are called."""
+        """Let `change` put a look into the code of functions, in whatever thread these are called.
+
+        Their frame comes last: from there it is not as far to the user's as from the look.
+
+        Args:
+            others: looks without arguments and with parts of their own, which `change` is given after the first.
+        """
+        run = self.guard.run
 
         def seen(*about: Any) -> None:
             if not self.closed:
-                self.guard.run(part, look, *about)
+                run(part, look, *about, sys._getframe(1))  # noqa: SLF001 - the documented way to walk the stack cheaply
 
-        undo = self.guard.run(part, change, seen)
+        internals.leave_uncompiled(seen)
+        undo = self.guard.run(part, change, seen, *(_Hook(self, *other) for other in others))
         if undo is None:
             self.left_out.append(what)
         else:
@@ -339,6 +358,27 @@ class Entries:
 
         atexit.register(leave)
         self._undo.append((part, functools.partial(atexit.unregister, leave)))
+
+    def on_collections(self, part: str, times: deque[float]) -> Callable[[], bool]:
+        """Have the time noted `STAMPS` times as Python's collector begins and as it ends; return what tells if it is.
+
+        All of it is made of parts that run in C: a signal that comes during a collection is handled at the next line
+        of Python, and what its handler raises in a callback of the collector's is lost.
+        """
+        stamp = map(times.append, iter(time.perf_counter, None))
+        # `max` asks for the key of both of its arguments, (None, 0), (None, 1) and so on, and likes the second one best
+        note = functools.partial(max, key=functools.partial(next, zip(stamp, itertools.count(), strict=False)))
+        callbacks = gc.callbacks
+        callbacks.insert(0, note)  # the script takes its own away from the end
+
+        def is_placed() -> bool:
+            return any(one is note for one in callbacks)
+
+        def undo() -> None:
+            callbacks[:] = [one for one in callbacks if one is not note]
+
+        self._undo.append((part, undo))
+        return is_placed
 
     def in_child(self, part: str, call: Callable[[], None]) -> None:
         """Call in a forked child. What is registered there stays for ever: it holds nothing."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,19 +27,29 @@ class GradientHooks:
         self._owners: dict[int, Wrapper] = {}
         self._handles: list[Any] = []
         self._entries = entries_of(guard)
-        self.last_arrival = 0.0  # of a gradient, by `time.perf_counter`
+        self._now = state.clock.now
+        self.last_arrival = 0.0  # of a gradient, by the state's clock
+        self._told: Callable[[], None] | None = None  # called for each where a device takes times
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
-        """Hook a parameter, once."""
-        if wrapper is None or id(parameter) in self._hooked or not parameter.is_leaf or not parameter.requires_grad:
+        """Hook a parameter, once; of several DDPs that have it the newest reduces it."""
+        if wrapper is None or not parameter.is_leaf or not parameter.requires_grad:
             return
         key = id(parameter)  # numbers are used again: forget it with the parameter
+        if key in self._hooked:
+            if wrapper.index > self._owners[key].index:
+                self._owners[key] = wrapper
+            return
         me = weakref.ref(self)
         gone = partial(_forget, me, key)
         self._hooked[key] = self._entries.when_gone("probe:gradients", parameter, gone)
         self._owners[key] = wrapper
         self._handles.append(self._entries.on_gradient(parameter, on_gradient, me, key))
+
+    def tell(self, look: Callable[[], None] | None) -> None:
+        """Call somebody for each gradient, or no longer."""
+        self._told = look
 
     def forget(self) -> None:
         """Let go of the handles of parameters that are gone."""
@@ -58,7 +68,9 @@ class GradientHooks:
         wrapper = self._owners.get(key)
         if wrapper is None:
             return
-        self.last_arrival = time.perf_counter()
+        self.last_arrival = self._now()
+        if self._told is not None:
+            self._told()
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
         if wrapper.armed and self._state.checking:
             self._run("probe:gradients", self._note, wrapper, key, parameter)

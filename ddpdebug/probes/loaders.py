@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +55,7 @@ class Loaders:
         self._begun: dict[str, int] | None = None  # a pass over a stream, until its iterator is known
         self._streams: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
-        self._asked = time.perf_counter()
+        self._asked = state.clock.now()
         self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
         self.samples: int | None = None  # in the data set over which an epoch was begun last
         bus.on("probe:splits", SubsetMade, self._subset_made)
@@ -106,12 +105,12 @@ class Loaders:
             self._streams[event.iterator], self._begun = self._begun, None
 
     def _waits(self, _: BatchAwaited) -> None:
-        self._asked = time.perf_counter()
+        self._asked = self._state.clock.now()
 
     def delivered(self, event: BatchDelivered) -> None:
         """Note a batch and how long the training waited for it."""
         since = self._state.since
-        since.data_seconds += time.perf_counter() - self._asked
+        since.data_seconds += self._state.clock.now() - self._asked
         if (stream := self._streams.get(event.iterator)) is not None:
             stream["batches"] += 1
         values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors_in(event.batch)]
@@ -141,6 +140,9 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "batch_size": loader.batch_size,
         "batches": _batches(loader),
         "workers": loader.num_workers,
+        "prefetch": loader.prefetch_factor,
+        "persistent": loader.persistent_workers,
+        "pinned": loader.pin_memory,
         "dataset": source_of(loader.dataset),
     }
     for key, name in (("replicas", "num_replicas"), ("rank", "rank"), ("seed", "seed"), ("epoch", "epoch")):

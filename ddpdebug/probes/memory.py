@@ -21,6 +21,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.graph_lifetime import LiveGraphs
 from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardBegan, Bus, FirstForward, ForwardBegan, ForwardEnded, StepClosing
 
 _STATM = "/proc/self/statm"
@@ -63,6 +64,17 @@ class MemoryUse(Part, key="probe:memory"):
         """Return all of it."""
         sample = {name: getattr(self.sample, name) for name in _SAMPLED}
         return {**sample, "batch_elements": self.elements, "live_graphs": self.graphs}
+
+
+@dataclass(slots=True)
+class InputSizes(Part, key="probe:input-sizes"):
+    """How large the inputs of a step's forwards with gradients were."""
+
+    elements: int = 0
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return it."""
+        return {"input_elements": self.elements}
 
 
 class Provider(Protocol):
@@ -197,8 +209,8 @@ class Failure:
 class MemoryProbe:
     """The training thread's side: samples at the end of each step, shapes of the batch, graphs that stay alive."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, state: StepState) -> None:
+        self._bus, self._state = bus, state
         self.provider: Provider = SystemProvider()
         self.graphs = LiveGraphs()
         self.history: deque[Past] = deque(maxlen=_HISTORY_STEPS)
@@ -235,7 +247,9 @@ class MemoryProbe:
         tensors = event.tensors()
         shapes = [tensor.shape for tensor in tensors if not tensor.is_nested]  # strided nested ones have no shape
         self.shapes = [list(shape) for shape in shapes[:_MAX_SHAPES]]
-        self.elements = max(self.elements, sum(shape.numel() for shape in shapes))
+        elements = sum(shape.numel() for shape in shapes)
+        self.elements = max(self.elements, elements)
+        self._state.since.parts[InputSizes].elements += elements
 
     def _forward_ended(self, event: ForwardEnded) -> None:
         self.graph(event.outputs())

@@ -111,6 +111,7 @@ class Recorder:
         self._fused: OptimizerWatch | None = None
         self._fused_stepped = False
         self._stepping: list[int] = []
+        self._now = state.clock.now
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
         self._hand: HandWatch | None = None
         self._hand_open: tuple[StepRecord, int | None] | None = None  # with what the parameters held then
@@ -177,7 +178,7 @@ class Recorder:
             noted.modes += bytes([m.training for m in internals.modules(ddp.module)])
             noted.rng = noted.rng or rng_digest()
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
-        self._started[-1] = time.perf_counter()
+        self._started[-1] = self._now()
 
     def _look_at_batch(self, tensors: Tensors) -> None:
         noted = self._state.since.parts[Forwards]
@@ -221,7 +222,8 @@ class Recorder:
             if len(noted.eval_output) < len(noted.eval_batch):
                 noted.eval_output.append(fingerprint.combine(_digests(event.outputs, _OUTPUT_BYTES)))
             return
-        since.forward_seconds += time.perf_counter() - started
+        if not any(self._started):  # else it is inside of another one
+            since.forward_seconds += self._now() - started
         if not self._state.checking:
             return
         self._guard.run("probe:output", self._look_at_output, event.outputs)
@@ -240,7 +242,7 @@ class Recorder:
         """Note the loss."""
         state, roots = self._state, event.roots
         state.in_backward += 1
-        self._started.append(time.perf_counter())
+        self._started.append(self._now())
         known = "probe:scaler" not in self._guard.off  # else nobody knows what the loss was multiplied with
         if known and len(roots) == state.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             scale = self._calls.take_scale()
@@ -250,7 +252,7 @@ class Recorder:
             losses.factor = losses.factor if scale is None else self._calls.last_loss_scale
             losses.divisors.append(self._guard.run("probe:losses", divisor, roots[0], by_scaler=scale is not None))
             self._bus.emit(events.LossGiven(roots[0], read))
-        self._started[-1] = time.perf_counter()
+        self._started[-1] = self._now()
 
     def _forget_backward(self) -> None:
         """Be outside of any backward: nobody sees the end of this one, or of a later one."""
@@ -266,11 +268,11 @@ class Recorder:
         state = self._state
         if not state.in_backward:  # it was cut
             return
-        started = self._started.pop() if self._started else time.perf_counter()
+        started = self._started.pop() if self._started else self._now()
         state.in_backward -= 1
         if state.in_backward:
             return
-        since, ended, syncs = state.since, time.perf_counter(), state.syncs
+        since, ended, syncs = state.since, self._now(), state.syncs
         since.backward_seconds += ended - started
         since.micro_batches += 1
         state.backwards += 1
@@ -314,7 +316,7 @@ class Recorder:
             self._bus.emit(events.GradientsFinal(watch, record))
         if self._veto is not None and self._is_kept_from(self._veto, optimizer, watch, record):
             return
-        self._pre = (watch, record, time.perf_counter())
+        self._pre = (watch, record, self._now() - _phases(record.since))
 
     def _is_kept_from(
         self, veto: StepVeto, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord
@@ -323,7 +325,9 @@ class Recorder:
         if record.flags & Flag.CLOSURE:
             veto.tell_unguarded()
             return False
+        self._state.clock.stop()
         ends = bool(self._guard.run("probe:guard", veto.keeps_from, optimizer, watch, record))
+        self._state.clock.go_on()
         if ends:
             self._stepping.clear()
             self._finish(watch, record)
@@ -341,7 +345,7 @@ class Recorder:
             return
         watch, record, started = self._pre
         self._pre = None
-        record.fields["optimizer_seconds"] = time.perf_counter() - started
+        record.fields["optimizer_seconds"] = self._now() - _phases(record.since) - started
         if record.flags & Flag.CLOSURE:
             record.fields["without_grad"] = _without_gradient(watch)  # the closure has made them
             if record.checked:
@@ -500,6 +504,11 @@ class Recorder:
         self._hand_open = None
         self._state.by_hand = True
         self._finish(self._hand, record)
+
+
+def _phases(since: SinceLastStep) -> float:
+    """Return the seconds of other phases, which a closure of the optimizer runs inside of its step."""
+    return since.data_seconds + since.forward_seconds + since.backward_seconds
 
 
 def _without_gradient(watch: OptimizerWatch) -> int:

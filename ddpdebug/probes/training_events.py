@@ -148,7 +148,7 @@ class ForwardBegan(Event):
 class ForwardPrepared(Event):
     """A DDP has moved its inputs to its device and has broadcast its buffers; the module's forward comes next."""
 
-    order = ("probe:buffers", "probe:scene")
+    order = ("probe:own-times", "probe:device-times", "probe:buffers", "probe:scene")
     ddp: DistributedDataParallel
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -163,7 +163,14 @@ class ForwardEnded(Event):
         outputs: those in what it returns.
     """
 
-    order = ("probe:numerics-forward", "probe:memory", "probe:forward", "probe:recipe-forward", "probe:scene")
+    order = (
+        "probe:device-times",
+        "probe:numerics-forward",
+        "probe:memory",
+        "probe:forward",
+        "probe:recipe-forward",
+        "probe:scene",
+    )
     ddp: DistributedDataParallel
     tensors: Tensors
     outputs: Tensors
@@ -252,7 +259,7 @@ class LossExamined(Event):
 class BackwardEnded(Event):
     """A backward returns: gradients have come, and are reduced where DDP reduces them."""
 
-    order = ("probe:backward", "probe:recipe", "probe:by-hand")
+    order = ("probe:device-times", "probe:backward", "probe:recipe", "probe:by-hand")
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +372,7 @@ class NonfiniteMade(Event):
 class StepEnded(Event):
     """An optimizer has stepped."""
 
-    order = ("probe:optimizer", "probe:recipe", "probe:evaluation")
+    order = ("probe:device-times", "probe:optimizer", "probe:recipe", "probe:evaluation")
     optimizer: torch.optim.Optimizer
 
 

@@ -14,6 +14,8 @@ from ddpdebug.config.settings import Config, to_flags
 from ddpdebug.processes.script import Target
 
 RUN_ID = "DDPDEBUG_RUN_ID"
+#: A file that says to our launcher that we end it ourselves.
+OVER = "over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

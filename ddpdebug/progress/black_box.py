@@ -56,9 +56,11 @@ _LOOK_AT, _LOOK_BYTES = 256, 16 << 10
 #: number, time, length; behind the text the number again
 _NOTE, _NUMBER = struct.Struct("<QdH"), struct.Struct("<Q")
 _NOTE_BYTES, _NOTES = 256, 256
+_NOTE_TEXT = _NOTE_BYTES - _NOTE.size - _NUMBER.size
+#: All of it, written from the front to the back.
+_PLACE = struct.Struct(f"{_NOTE.format}{_NOTE_TEXT}sQ")
 _NOTES_AT = _LOOK_AT + _LOOK_BYTES
 _SIZE = _NOTES_AT + _NOTES * _NOTE_BYTES
-_NOTE_TEXT = _NOTE_BYTES - _NOTE.size - _NUMBER.size
 _TRIES = 20
 
 
@@ -180,13 +182,9 @@ class BlackBox:
         data = text.encode("utf-8", "replace")[:_NOTE_TEXT]
         memory = self._map
         if memory is None:
-            place = _NOTE.pack(number, time.monotonic(), len(data)) + data.ljust(_NOTE_TEXT, b"\0")
-            self._write(at, place + _NUMBER.pack(number))
-            return
-        _NOTE.pack_into(memory, at, number, time.monotonic(), len(data))
-        start = at + _NOTE.size
-        memory[start : start + len(data)] = data
-        _NUMBER.pack_into(memory, at + _NOTE_BYTES - _NUMBER.size, number)
+            self._write(at, _PLACE.pack(number, time.monotonic(), len(data), data, number))
+        else:
+            _PLACE.pack_into(memory, at, number, time.monotonic(), len(data), data, number)
 
     def close(self) -> None:
         """Give the memory back; the file stays, and comes to where it belongs."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import NamedTuple
 
 from ddpdebug.isolation.user_code import is_user_file, location
@@ -40,7 +41,10 @@ KINDS = {
     "backward": "is in backward",
     "key": "waits for a key in a store",
     "store": "meets the other ranks in the job's store",
+    "regex": "in a regular expression",
 }
+#: What makes one attempt with a regular expression, and has no memory to show for it: others find many in a long text.
+_ATTEMPTS = frozenset({"fullmatch", "match", "search"})
 #: Of a library's frame, by the end of its file's path: what a thread does there.
 _FILES = (
     ("/torch/utils/data/dataloader.py", "loader"),
@@ -179,19 +183,23 @@ def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
 
 
 def of_places(places: Sequence[Place]) -> At:
-    """Return where a thread of another process is, by its frames, innermost first; its phase and kind stay unknown."""
+    """Return where a thread of another process is, by its frames, innermost first; its phase stays unknown.
+
+    Its kind is known where the innermost frame shows that it matches a regular expression.
+    """
     frames = [place for place in places if "/ddpdebug/" not in place.file]
     users = next((place for place in frames if is_user_file(place.file)), None)
     stack = tuple(f"{location(place.file, place.line)} ({place.function})" for place in frames[:_MOST_FRAMES])
     if users is None:
-        return At(stack=stack)
+        return At(stack=stack, kind=_matching(places[0], "") if places else "")
     line = linecache.getline(users.file, users.line)
     does = line.strip()
     if users.columns is not None:
         start, stop = users.columns
         does = line.encode("utf-8", "replace")[start:stop].decode("utf-8", "replace").strip() or does
     place = location(users.file, users.line)
-    return At(place=place, function=users.function, does=does[:_MOST_CALL], stack=stack)
+    kind = _matching(places[0], does)
+    return At(place=place, function=users.function, does=does[:_MOST_CALL], kind=kind, stack=stack)
 
 
 def _phase(inner: list[Frame], does: str, kind: str) -> str:
@@ -219,6 +227,26 @@ def _kind(inner: list[Frame], innermost: Frame, meetings: Collection[str]) -> st
                 return kind
     called = _called(_source(innermost))
     return next((kind for pattern, kind in _CALLS if pattern.search(called)), "")
+
+
+def _matching(innermost: Place, does: str) -> str:
+    """Return "regex" where the innermost frame is in a function of C that makes one attempt to match.
+
+    That is one of `re`'s functions, or the user's line that calls the method of a pattern, which has no frame of its
+    own. Whether it is a pattern's is known where that is a variable of a module that this process has loaded as well.
+    """
+    if innermost.file == re.__file__:
+        return "regex" if innermost.function in _ATTEMPTS else ""
+    if not is_user_file(innermost.file):
+        return ""
+    name, _, method = _called(does).removesuffix("(").rpartition(".")
+    if method not in _ATTEMPTS:
+        return ""
+    for module in tuple(sys.modules.values()):  # of other classes attributes may run code
+        names = vars(module) if type(module) is ModuleType else {}
+        if type(file := names.get("__file__")) is str and file == innermost.file:
+            return "regex" if type(names.get(name)) is re.Pattern else ""
+    return ""
 
 
 def _is_c10d(frame: Frame, functions: Collection[str]) -> bool:

@@ -39,6 +39,9 @@ SILENT_SECONDS = 5.0
 RUNNING_SECONDS, RAN_SECONDS = 15.0, 10.0
 #: Until then it is said as a warning only: pickling, pandas and json take that long.
 RUNNING_SURE_SECONDS = 60.0
+#: The same of one whose innermost frame matches a regular expression, which is then accused: one attempt in a text of
+#: 100 MB takes 0.05 to 2.6 s, and one that tries all ways to match does not end.
+MATCHING_SECONDS, MATCHED_SECONDS = 8.0, 2.0
 #: Seconds in which nothing has moved.
 STUCK_SECONDS = 8.0
 #: Seconds for which all others must have stood where they are by then: one that looks for what another rank does, such
@@ -129,7 +132,9 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
     culprits = sorted({rank for ranks in missing.values() for rank in ranks} - waiting.keys())
     left = [rank for rank in culprits if seen[rank].left]
     if left:
-        first = [rank for rank in left if not seen[rank].left_by_others] or left
+        # one that was thrown out of its call is named only where nobody has gone that may have thrown it out
+        gone = [rank for rank, one in sorted(seen.items()) if one.left and not one.left_by_others]
+        first = [rank for rank in left if rank in gone] or gone or left
         late = [rank for rank in first if seen[rank].left_for >= LEFT_SECONDS]
         return _about("left", late, waiting, seen) if late else None
     if (found := _mismatch(waiting, seen)) is not None:
@@ -144,7 +149,7 @@ def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], se
     silent = [rank for rank in culprits if seen[rank].silent]
     if silent:
         late = [rank for rank in silent if _is_silent_too_long(seen[rank])]
-        sure = [rank for rank in late if not seen[rank].runs or seen[rank].silent >= RUNNING_SURE_SECONDS]
+        sure = [rank for rank in late if not seen[rank].runs or _is_sure(seen[rank])]
         if late and not sure:
             return replace(_about("silent", late, waiting, seen), kind="stuck", runs=True)
         return _about("silent", sure, waiting, seen) if sure else None
@@ -162,8 +167,20 @@ def _is_silent_too_long(one: Seen) -> bool:
     if one.unknown:
         return one.silent >= RUNNING_SECONDS
     if one.runs:
-        return one.silent >= RUNNING_SECONDS and one.ran >= RAN_SECONDS
+        return _is_sure(one) or (one.silent >= RUNNING_SECONDS and one.ran >= RAN_SECONDS)
     return one.silent >= SILENT_SECONDS
+
+
+def _is_sure(one: Seen) -> bool:
+    """Tell whether one that is silent and runs will not be done soon."""
+    if _is_matching(one) and one.silent >= MATCHING_SECONDS and one.ran >= MATCHED_SECONDS:
+        return True
+    return one.silent >= RUNNING_SURE_SECONDS and one.ran >= RAN_SECONDS
+
+
+def _is_matching(one: Seen) -> bool:
+    """Tell whether one that is silent matches a regular expression now."""
+    return one.now and one.progress is not None and one.progress.kind == "regex"
 
 
 def _missing(rank: int, calls: tuple[Call, ...], seen: Mapping[int, Seen], *, sure: bool = True) -> set[int]:
@@ -399,7 +416,7 @@ def where(one: Seen) -> str:
     if one.silent and not one.kernel:
         parts.append("it runs on another host, and why it is silent is not known")
     if one.kernel:
-        parts.append(f"the kernel shows it {one.kernel}")
+        parts.append(f"the kernel shows it {one.kernel}" + (f", {KINDS['regex']}" if _is_matching(one) else ""))
     if one.left_at is not None:
         parts.append(f"at {one.left_at}")
     elif known is not None:

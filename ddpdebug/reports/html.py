@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
-from ddpdebug.sinks.text import clean, number
+from ddpdebug.reports.pace import Cell, PaceHistory
+from ddpdebug.schema.pace import PHASES
+from ddpdebug.sinks.text import clean, number, percent, ranks_text
 
 #: The policy forbids scripts and every request, should something have slipped through.
 _HEAD = """<!doctype html>
@@ -31,7 +33,8 @@ COLORS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "optimizer": "#E69F00",
-    "other": "#666666",
+    "other": "#888888",
+    "waiting": "currentColor",
     "host": "#009E73",
     "device reserved": "#0072B2",
     "device allocated": "#56B4E9",
@@ -42,6 +45,10 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 110, 12, 10, 26
 _ROW = 22
 #: Values that are further apart than this are drawn in powers of ten.
 _WIDE = 50
+#: From which excess on, as a share of the step, a cell is how opaque; below the first it is like the others.
+_DEPTHS = ((0.05, 0.3), (0.1, 0.5), (0.2, 0.75), (0.4, 1.0))
+#: Up to so many rows, heights of a row; the last for any number.
+_HEIGHTS = ((16, 22), (32, 15), (1 << 30, 10))
 
 
 def page_head(title: str, style: str) -> str:
@@ -85,14 +92,55 @@ def timeline(rows: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[
     return _svg(height, parts)
 
 
+def heat_map(found: PaceHistory, steps: tuple[int, int], marks: Mapping[int, str]) -> str:
+    """Return a row for each rank, or for neighbours: how much longer than the median rank it worked by itself.
+
+    The colour is the phase in which most of that was, its strength how much it was.
+    """
+    rows = found.rows()
+    size = next(height for count, height in _HEIGHTS if len(rows) <= count)
+    bottom = _TOP + size * len(rows)
+    cells: list[str] = []
+    for begin, last, known in found.spans():
+        x, width = _x(begin, steps), max(1.5, _x(min(last + 1, steps[1]), steps) - _x(begin, steps))
+        for row, cell in known.items():
+            place = f'x="{x:.1f}" y="{_TOP + size * row}" width="{width:.1f}" height="{size - 1}"'
+            cells.append(_heat(place, cell, f"steps {begin} to {last}"))
+    labels = []
+    every = max(1, math.ceil(12 / size))
+    for row in range(0, len(rows), every):
+        place = f'x="{_LEFT - 6}" y="{_TOP + size * (row + 0.5) + 4:.1f}" text-anchor="end"'
+        labels.append(f"<text {place}>{ranks_text(rows[row])}</text>")
+    parts = [*labels, *cells, _marks(steps, marks, bottom), _ticks(steps, bottom + _BOTTOM)]
+    swatches = [f'<span><i style="background:{COLORS[phase]}"></i>{phase}</span>' for phase in PHASES]
+    grey = COLORS["other"]
+    shades = [f'<span><i style="background:{grey};opacity:{depth}"></i>{percent(at)}</span>' for at, depth in _DEPTHS]
+    legend = (
+        f"longer than the median rank by at least {''.join(shades)} of the step, and by more "
+        f"than the ranks scatter<br>most of that in {''.join(swatches)}"
+    )
+    label = "Own time of each rank over the steps, compared with the median rank; the table below has it in words."
+    return f'{_svg(bottom + _BOTTOM, parts, label)}<p class="legend">{legend}</p>'
+
+
+def _heat(place: str, cell: Cell, steps: str) -> str:
+    depth = max((depth for at, depth in _DEPTHS if cell.excess >= max(at, cell.noise)), default=0.0)
+    words = f"rank {cell.rank}, {steps}: {_shown(cell.own, 's')} a step"
+    if not depth:
+        return f'<rect {place} class="even"><title>{words}</title></rect>'
+    more = f"{words}, {percent(cell.excess)} of it more than the median rank, mostly in {cell.phase}"
+    return f'<rect {place} fill="{COLORS[cell.phase]}" opacity="{depth}"><title>{more}</title></rect>'
+
+
 def _runs(known: Sequence[tuple[int, bool]], last: int) -> list[tuple[int, int, bool]]:
     """Join neighbours of the same kind: (first step, step after, differs)."""
     starts = [point for i, point in enumerate(known) if i == 0 or known[i - 1][1] != point[1]]
     return [(step, after, differs) for (step, differs), (after, _) in pairwise([*starts, (last + 1, False)])]
 
 
-def _svg(height: int, parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+def _svg(height: int, parts: Sequence[str], label: str = "") -> str:
+    named = f' aria-label="{escape(label)}"' if label else ""
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img"{named}>{"".join(parts)}</svg>'
 
 
 def _x(step: float, steps: tuple[int, int]) -> float:
@@ -156,6 +204,16 @@ def _shown(value: float, unit: str) -> str:
     if unit == "s" and 0 < abs(value) < 0.1:
         return f"{number(1000 * value, 3)} ms"
     return f"{number(value, 3)} {unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, to three digits: `12.5 ms`, `3.1 s`, `14.2 min`, `2.5 h`; empty where it is not known."""
+    if not math.isfinite(seconds):
+        return ""
+    for name, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size * 1.5:
+            return f"{number(seconds / size, 3)} {name}"
+    return _shown(seconds, "s")
 
 
 def text(value: object, limit: int = 300) -> str:

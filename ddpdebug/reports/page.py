@@ -10,17 +10,18 @@ from pathlib import Path
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.progress.boxes import read_ranks
 from ddpdebug.redaction import redact
-from ddpdebug.reports.html import Points, lines, page_head, text, timeline
-from ddpdebug.reports.reading import PHASES, History, read_history
+from ddpdebug.reports.html import Points, duration, heat_map, lines, page_head, text, timeline
+from ddpdebug.reports.reading import PARTS, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import is_hang, stands
-from ddpdebug.sinks.text import clean, counted, evidence_lines, ranks_text, subjects, where
+from ddpdebug.sinks.text import clean, counted, evidence_lines, percent, ranks_text, subjects, where
 
 _MAX_FINDINGS = 200
 _MAX_MARKS = 20
 _STACKS, _MAX_STACKS, _MAX_FRAMES = "stacks", 32, 40
 _MAX_RANKS, _MAX_NOTES = 512, 8
+_COSTLY, _LITTLE = 8, 0.005
 
 _STYLE = """\
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -31,6 +32,7 @@ svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: current
 .grid { stroke: var(--line); } .mark { stroke: #D55E00; stroke-width: 1.5; stroke-dasharray: 4 3; }
 .legend span { margin-right: 1.2rem; } .legend i { display: inline-block; width: 1rem; height: .6rem; \
 margin-right: .35rem; }
+.even { fill: var(--soft); } td.n, th.n { text-align: right; } .pace { margin: .8rem 0; }
 .legend { margin: 0; font-size: .85rem; } .none { opacity: .7; font-style: italic; }
 .tiles { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0; }
 .tile { flex: 1 1 9rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
@@ -85,8 +87,10 @@ def report(directory: Path) -> str:
         _shape(series["loss median rank"], series["validation loss"], history.run.get("config")),
         "<h2>Gradient norm, after the reduction</h2>",
         chart(norms),
-        "<h2>Step time by phase, mean over the ranks</h2>",
-        chart({phase: phase for phase in PHASES}, "s"),
+        "<h2>Step time: own time by phase and waiting for others, mean over the ranks</h2>",
+        chart({part: part for part in PARTS}, "s"),
+        "<h2>Which rank is slow?</h2>",
+        _slowness(history, steps, marks),
         "<h2>Memory of the fullest rank</h2>",
         chart(memory, "bytes"),
         "<h2>Ranks</h2>",
@@ -106,6 +110,48 @@ def _shape(points: Points, validation: Points, config: object) -> str:
     if shape is None:
         return ""
     return f"<p>Shape of the curve: <b>{shape.kind}</b>, steps {shape.since} to {shape.until}.</p>"
+
+
+def _slowness(history: History, steps: tuple[int, int], marks: Mapping[int, str]) -> str:
+    """Return whose own time is above the others', when and in which phase, and what that costs."""
+    pace = history.pace
+    if not pace.steps:
+        return '<p class="none">nothing was recorded</p>'
+    head = f"<p>A step took {duration(pace.step_seconds)} on average, of {counted(pace.steps, 'step')} that are kept. "
+    if math.isfinite(pace.data):
+        head += f"Waiting for data was {percent(pace.data)} of it on the median rank"
+    head += (
+        "" if pace.ranks < 2 else f", waiting for other ranks, with the reduction, {percent(pace.waiting)} on average"
+    )
+    totals = pace.totals()
+    if len(totals) < 2:
+        return f"{head}.</p>"
+    rows = [
+        f'<tr><td class="n">{one.rank}</td><td class="n">{duration(one.cost)}</td>'
+        f'<td class="n">{percent(one.share)}</td>'
+        f'<td class="n">{percent(one.last)} of the steps</td><td class="n">{duration(one.own)}</td>'
+        f'<td class="n">{_above(one.excess)}</td><td>{one.phase if one.excess >= _LITTLE else ""}</td></tr>'
+        for one in totals[:_COSTLY]
+    ]
+    cost, share = sum(one.cost for one in totals), sum(one.share for one in totals)
+    rows.append(
+        f'<tr><th class="n">all</th><th class="n">{duration(cost)}</th><th class="n">{percent(share)}</th></tr>'
+    )
+    first = "".join(
+        f'<th class="n">{name}</th>'
+        for name in ("rank", "costs", "of the time", "is last in", "own time of a step", "above the median rank")
+    )
+    table = f"<table class='pace'><tr>{first}<th>most of that in</th></tr>{''.join(rows)}</table>"
+    note = (
+        "<p>A rank costs what the steps in which it was last would have been shorter without it. Somebody is last in"
+        " every step: ranks that cost about the same are noise, or batches of uneven length; one that costs much more"
+        " than the others is slow.</p>"
+    )
+    return f"{head}.</p>{heat_map(pace, steps, marks)}{table}{note}"
+
+
+def _above(excess: float) -> str:
+    return f"{percent(excess)} of a step" if excess >= _LITTLE else "not"
 
 
 def _values(points: Points) -> Iterable[float]:

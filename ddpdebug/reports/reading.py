@@ -9,16 +9,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ddpdebug.reports.pace import PaceHistory
 from ddpdebug.run_directory.reader import damage, read_findings, read_outcomes, read_run, read_steps
 from ddpdebug.schema.finding import Finding
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.pace import PHASES
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 
 #: So many points are kept of a series: more cannot be seen.
 POINTS = 600
 _Over = Callable[[Sequence[float]], float]
-PHASES = ("data", "forward", "backward", "optimizer", "other")
+#: What a step is made of: the phases of a rank's own time, and its waiting for others.
+PARTS = (*PHASES, "waiting")
 _MAX_RANKS = 4096
 
 _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
@@ -32,10 +35,6 @@ _FIELDS: dict[str, tuple[str, _Over, str]] = {
     "validation loss": ("val_loss", fmean, "mean"),
     "norm highest rank": ("grad_norm", max, "max"),
     "norm lowest rank": ("grad_norm", min, "min"),
-    "data": ("data_seconds", fmean, "mean"),
-    "forward": ("forward_seconds", fmean, "mean"),
-    "backward": ("backward_seconds", fmean, "mean"),
-    "optimizer": ("optimizer_seconds", fmean, "mean"),
     "step": ("step_seconds", max, "max"),
     "host": ("host_bytes", max, "max"),
     "device reserved": ("device_reserved_bytes", max, "max"),
@@ -102,6 +101,7 @@ class History:
     steps: int
     first: int
     last: int
+    pace: PaceHistory = field(default_factory=PaceHistory)
     damage: Sequence[str] = ()  # what cannot be read of the findings
 
 
@@ -110,7 +110,8 @@ def read_history(directory: Path) -> History:
     run = read_run(directory)
     series = {name: Thinned(keep) for name, (_, _, keep) in _FIELDS.items()}
     agreement = {what: Thinned("max") for what in COMPARED}
-    series["other"] = Thinned("mean")
+    series |= {part: Thinned("mean") for part in PARTS}
+    pace = PaceHistory()
     culprits: dict[int, int] = {}
     count, first, last, undecided = 0, 0, 0, 0
     for step in _followed(read_steps(directory)):
@@ -122,9 +123,9 @@ def read_history(directory: Path) -> History:
                 series[name].add(step.step, float(over(known)))
             elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
                 series[name].add(step.step, math.nan)
-        rest = [seconds for row in step.rows.values() if math.isfinite(seconds := row.other_seconds)]
-        if rest:
-            series["other"].add(step.step, fmean(rest))
+        pace.add(step)
+        for part, seconds in _parts(step.rows.values()).items():
+            series[part].add(step.step, seconds)
         found = dissenters(step)
         for what in COMPARED:
             agreement[what].add(step.step, len(found[what]) if what in found else math.nan)
@@ -145,8 +146,15 @@ def read_history(directory: Path) -> History:
         steps=count,
         first=first,
         last=last,
+        pace=pace,
         damage=damage(directory),
     )
+
+
+def _parts(rows: Iterable[Row]) -> dict[str, float]:
+    """Return part of the step -> its mean over the ranks that know how long theirs took; empty where none does."""
+    known = [{**row.own_phases, "waiting": row.wait_seconds} for row in rows if row.step_seconds >= 0]
+    return {part: fmean(each[part] for each in known) for part in PARTS} if known else {}
 
 
 def _followed(steps: Iterable[Step]) -> Iterator[Step]:

@@ -118,23 +118,31 @@ def read_findings(directory: Path) -> list[Finding]:
     """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read.
 
     Behind them come those that other ranks have written in the place of rank 0; of one that both have, what rank 0 has
-    counts, unless only the other knows that it is over.
+    counts, unless only the other knows that it is over. Ranks that have lost each other may each say that a third has
+    left: who has said so first counts.
     """
     found = [finding for line in _lines(directory / FINDINGS) if (finding := _finding(line)) is not None]
     run = (_document(directory / RUN) or {}).get("run")
-    places = {finding.id: place for place, finding in enumerate(found) if finding.id is not None}
+    places = {_name(finding): place for place, finding in enumerate(found) if finding.id is not None}
     shared = len(found)
     for file in _own_findings(directory / RANKS):
         for line in _lines(file):
             finding = _finding(line)
             if finding is None or finding.id is None or (run is not None and finding.run != run):
                 continue
-            place = places.setdefault(finding.id, len(found))
+            place = places.setdefault(_name(finding), len(found))
             if place == len(found):
                 found.append(finding)
-            elif place >= shared or (is_over(finding) and not is_over(found[place])):
+            elif (place >= shared and found[place].id == finding.id) or (
+                is_over(finding) and not is_over(found[place])
+            ):
                 found[place] = finding
     return found
+
+
+def _name(finding: Finding) -> object:
+    """Return by what a finding is known as the same in the files of two ranks."""
+    return (finding.code, finding.ranks) if finding.code == "HANG503" else finding.id
 
 
 def _own_findings(ranks: Path) -> list[Path]:

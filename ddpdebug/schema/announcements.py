@@ -167,6 +167,9 @@ class Loader(Announcement):
     batches: int | None = None
     indices: IndexList | None = None
     workers: int = 0
+    prefetch: int | None = None  # batches ahead for each worker
+    persistent: bool | None = None  # workers outlive an epoch
+    pinned: bool | None = None  # batches lie in pinned memory
     dataset: str | None = None  # the user's class and where its items are made: "Pairs at data.py:12"
     replicas: int | float | str | None = None
     rank: int | float | str | None = None

@@ -73,10 +73,21 @@ _PROBES = {
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules audit modes chance inputs cuts no-grad "
     "unregistered rollouts evaluation observe load",
     "data": "loader items splits draws",
-    "memory": "memory memory-limit",
-    "other": "coverage cut scene place loss_line disk spawned collectives collective-hooks own-times",
+    "memory": "memory memory-limit input-sizes",
+    "other": "coverage cut scene place loss_line disk spawned collectives collective-hooks own-times collector "
+    "device-times",
 }
-_NOTES = {"scene", "place", "loss_line", "disk", "collectives", "collective-hooks", "own-times"}
+_NOTES = {
+    "scene",
+    "place",
+    "loss_line",
+    "disk",
+    "collectives",
+    "collective-hooks",
+    "own-times",
+    "collector",
+    "device-times",
+}
 _KINDS: dict[str, tuple[str, Weight]] = {
     f"probe:{key}": (about, Weight.NOTE if key in _NOTES else Weight.PART)
     for about, keys in _PROBES.items()

@@ -8,8 +8,8 @@ Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025), for the 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
@@ -25,11 +25,17 @@ def own_times(step: Step) -> dict[int, float]:
 
 def behind(own: Mapping[int, float]) -> dict[int, float]:
     """Return rank -> the seconds by which it took longer than the median of the others; empty for one rank."""
-    return {
-        rank: seconds - statistics.median(value for other, value in own.items() if other != rank)
-        for rank, seconds in own.items()
-        if len(own) > 1
-    }
+    ordered = sorted(own.values())
+    return {rank: seconds - median_without(ordered, seconds) for rank, seconds in own.items() if len(own) > 1}
+
+
+def median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of sorted values without one of them, which need not be looked for among many."""
+    at, half = bisect_left(ordered, value), (len(ordered) - 1) // 2
+    high = ordered[half if half < at else half + 1]
+    if len(ordered) % 2 == 0:
+        return high
+    return (ordered[half - 1 if half - 1 < at else half] + high) / 2
 
 
 def costs(own: Mapping[int, float]) -> dict[int, float]:

@@ -2,15 +2,15 @@
 
 Scripts import them by name, before ddpdebug is attached too, and torch calls some from others: so their code is
 exchanged (`function_code.py`), not their name. What torch puts around them (`_exception_logger`) stays as it is, and so
-does what a script has put around them or in their place. The look comes first in a function; while something is
-compiled it is left out.
+does what a script has put around them or in their place. The look comes first in a function, and it is told of as it
+ends in whatever way; while something is compiled both are left out.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -53,25 +53,34 @@ CALLS: dict[str, tuple[str, str, str]] = {
     "send_object_list": ("", "dst", "group_dst"),
 }
 _PLACEHOLDER = "ddpdebug: the note of a collective"
+_BEGINS, _ENDS = "ddpdebug: a collective begins", "ddpdebug: a collective ends"
 
 #: Takes the name of the function, its tensors, the rank that it names, the same in the group's numbers, and the group.
 Look = Callable[[str, Any, Any, Any, Any], None]
 
 
-def look_at_collectives(look: Look) -> Callable[[], None]:
-    """Let `look` see each call of these functions before it communicates; return the undoing."""
+def look_at_collectives(look: Look, begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
+    """Let `look` see each call of these functions before it communicates; return the undoing.
+
+    Args:
+        begins: called after the look.
+        ends: called as the function returns or raises.
+    """
+    looks = {_PLACEHOLDER: look, _BEGINS: begins, _ENDS: ends}
     home = dist.distributed_c10d
     codes: list[tuple[FunctionType, CodeType]] = []
     for name, given in CALLS.items():
         function = inspect.unwrap(getattr(home, name, None))  # type: ignore[arg-type]  # None is returned as it is
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(home):
             continue  # the user has replaced it in torch's own module, or this torch has none
-        if (code := _with_note(function, name, given, look)) is not None:
+        if (code := _with_note(function, name, given, looks)) is not None:
             codes.append((function, code))
     return exchange(codes)
 
 
-def _with_note(function: FunctionType, name: str, given: tuple[str, str, str], look: Look) -> CodeType | None:
+def _with_note(
+    function: FunctionType, name: str, given: tuple[str, str, str], looks: Mapping[str, Any]
+) -> CodeType | None:
     original = function.__code__
     arguments = original.co_varnames[: original.co_argcount + original.co_kwonlyargcount]
 
@@ -80,33 +89,42 @@ def _with_note(function: FunctionType, name: str, given: tuple[str, str, str], l
         values += [
             ast.Name(wanted, ast.Load()) if wanted in arguments else ast.Constant(None) for wanted in (*given, "group")
         ]
-        unseen = ast.parse("torch.compiler.is_compiling()", mode="eval").body
         said = 0 if ast.get_docstring(definition) is None else 1
-        first = next(one for one in definition.body[said:] if not isinstance(one, ast.Global))
-        note = ast.Expr(ast.BoolOp(op=ast.Or(), values=[unseen, call_of(_PLACEHOLDER, values)]))
-        for new in ast.walk(note):
-            ast.copy_location(new, first)
-            if isinstance(new, ast.expr | ast.stmt):  # of a statement of many lines the first
-                new.end_lineno, new.end_col_offset = new.lineno, new.col_offset
-        definition.body.insert(said, note)
+        rest = definition.body[said:]
+        first = next(one for one in rest if not isinstance(one, ast.Global))
+        note = _unless_compiled(call_of(_PLACEHOLDER, values), first)
+        begins, ends = (_unless_compiled(call_of(name, []), first) for name in (_BEGINS, _ENDS))
+        whole = ast.copy_location(ast.Try(body=rest, handlers=[], orelse=[], finalbody=[ends]), first)
+        definition.body[said:] = [note, begins, whole]
 
-    return with_look(function, change, _PLACEHOLDER, look)
+    return with_look(function, change, looks)
+
+
+def _unless_compiled(call: ast.Call, first: ast.stmt) -> ast.Expr:
+    """Return a statement with a call, in the line in which another one begins."""
+    unseen = ast.parse("torch.compiler.is_compiling()", mode="eval").body
+    made = ast.Expr(ast.BoolOp(op=ast.Or(), values=[unseen, call]))
+    for new in ast.walk(made):
+        ast.copy_location(new, first)
+        if isinstance(new, ast.expr | ast.stmt):  # of a statement of many lines the first
+            new.end_lineno, new.end_col_offset = new.lineno, new.col_offset
+    return made
 
 
 def own_group(group: Any) -> Any:
     """Return the process group of a call, the default one for None; None where this rank is in none."""
     if group is None:
-        return names.default_group() if dist.is_initialized() else None
+        return dist.group.WORLD
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def sequence_number(group: Any) -> int | None:
     """Return how many collectives a group has counted, where it does: on gloo also messages from rank to rank."""
-    count = getattr(group, names.SEQUENCE_NUMBER, None)
     try:
-        return None if count is None else int(count())
-    except (RuntimeError, NotImplementedError):  # a group of the user's, which has no backend that counts
+        count: int = getattr(group, names.SEQUENCE_NUMBER)()
+    except (AttributeError, RuntimeError):  # a group of the user's, which has no backend that counts
         return None
+    return count
 
 
 def name_of(group: Any) -> str:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 
 def with_look(
-    function: FunctionType, change: Callable[[ast.Module, ast.FunctionDef], object], placeholder: str, look: Any
+    function: FunctionType, change: Callable[[ast.Module, ast.FunctionDef], object], looks: Mapping[str, Any]
 ) -> CodeType | None:
-    """Return a function's code as `change` leaves its source, with `look` where the placeholder stands as a constant.
+    """Return a function's code as `change` leaves its source, with looks where their names stand as constants.
 
     What `change` adds has to say where it stands. None where its source is not at hand, or not that of its code.
     """
@@ -41,7 +41,7 @@ def with_look(
     code = _compiled(tree, original)
     if code is None or code.co_flags != original.co_flags or code.co_firstlineno != original.co_firstlineno:
         return None
-    return code.replace(co_consts=tuple(look if c == placeholder else c for c in code.co_consts))
+    return code.replace(co_consts=tuple(looks.get(c, c) if isinstance(c, str) else c for c in code.co_consts))
 
 
 def exchange(codes: Iterable[tuple[FunctionType, CodeType]]) -> Callable[[], None]:

@@ -69,8 +69,7 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
         code = with_look(
             function,
             lambda tree, _: ast.fix_missing_locations(_Returns().visit(tree)),
-            _PLACEHOLDER,
-            _seen(look, source),
+            {_PLACEHOLDER: _seen(look, source)},
         )
         if code is not None:
             codes.append((function, code))

@@ -78,7 +78,7 @@ class Rank:
     def __init__(self) -> None:
         self.guard = Guard(lambda part, message: None)
         self.bus, self.state = Bus(self.guard), StepState()
-        self.memory = MemoryProbe(self.bus)
+        self.memory = MemoryProbe(self.bus, self.state)
         self.memory.measure_with(FakeProvider())
 
     def forward(self) -> None:

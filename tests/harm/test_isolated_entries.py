@@ -108,6 +108,8 @@ _COSTS = {
 }
 #: What goes with a part, because it would judge half of the data.
 _WITH = {
+    "probe:backward": {"probe:own-times"},
+    "probe:forward": {"probe:own-times"},
     "probe:recipe": {"probe:clearing"},
     "probe:losses": {"probe:labels", "probe:leaks"},
     "probe:gradients": {"probe:numerics-gradients"},

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import PATIENCE, free_port
+from machine import PATIENCE, free_port, until
 
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
@@ -22,7 +23,7 @@ from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
 from ddpdebug.progress.watcher import NoNotes
-from ddpdebug.schema.announcements import Announcement, Hang, HangOver, Place
+from ddpdebug.schema.announcements import Announcement, End, Hang, HangOver, Place
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.progress import Call, RankProgress
 from ddpdebug.schema.run_state import WaitState
@@ -223,6 +224,41 @@ def test_who_has_spoken_for_rank_0_says_that_it_is_over(clock: Clock, monkeypatc
     assert (over.judge, over.number, over.seconds) == (1, hang.number, pytest.approx(26))
     assert rank.told[-1] == Waiting()
     assert ("waiting", 0) in [(kind, fields.get("state")) for kind, fields in rank.said]
+
+
+def _left(clock: Clock, members: tuple[int, ...]) -> tuple[Rank, Hang]:
+    """Return rank 1 of three, which has said that rank 0 has ended, to those that are left."""
+    rank = Rank(1, clock, world=3)
+    rank.watch.hear_of(0, End(steps={}, reason="finished", entered={"0": 5}))
+    for number in range(3):
+        clock.now += 1
+        rank.seen = waits(1, 1.0 + number)
+        rank.watch.hear(2, "progress", {"look": to_json(waits(2, 1.0 + number))})
+        rank.watch.tick(members)
+    (hang,) = rank.announced
+    assert isinstance(hang, Hang)
+    assert (hang.kind, hang.ranks) == ("left", (0,))
+    return rank, hang
+
+
+@pytest.mark.parametrize(("members", "writes"), [((0, 1, 2), 0), ((1, 2), 1)])
+def test_who_judges_writes_where_rank_0_has_gone(members: tuple[int, ...], writes: int, clock: Clock) -> None:
+    """Until then rank 0 writes what all have heard, also while it is at its end itself."""
+    rank, hang = _left(clock, members)
+    assert rank.stands_in == 0
+    rank.watch.hear_of(1, hang)
+    assert (rank.stands_in, rank.fed) == (writes, [])
+    rank.watch.close("finished")
+    assert [each for each in rank.fed if isinstance(each, Hang)] == []
+
+
+def test_what_nobody_has_heard_is_said_at_the_end(clock: Clock) -> None:
+    """The ranks may lose each other between the word and its way."""
+    rank, hang = _left(clock, (0, 1, 2))
+    known = list[bool]()  # a word that is known to be judged here already is not taken again when it comes back
+    rank.watch._feed = lambda each: (rank.fed.append(each), known.append(rank.watch.knows(hang)))
+    rank.watch.close(_CLOSED)
+    assert (rank.stands_in, rank.fed, known) == (1, [hang], [False])
 
 
 @pytest.mark.parametrize(("reason", "over"), [("finished", True), ("exception: RuntimeError: Timed out", False)])
@@ -444,6 +480,54 @@ def test_who_has_ended_by_others_is_not_named(ends: dict[int, str], accused: Any
     rank.watch._look()
     rank.watch.close(_CLOSED)
     assert [each.ranks for each in rank.fed if isinstance(each, Hang)] == ([] if accused is None else [accused])
+
+
+def test_the_lowest_that_has_not_come_to_its_end_says_who_has_left(tmp_path: Path) -> None:
+    """One that is there will, and may know more by then; of others it may be that they knew less."""
+    job, _ = _box(tmp_path, 0, lives=True), _box(tmp_path, 1, "exception: KeyError: 'x'")
+    rank = _at_home(2, tmp_path)
+    rank.watch._look()
+    rank.watch._judge_end(_CLOSED)
+    assert rank.fed == []
+    job.communicate()
+    rank.watch._judge_end(_CLOSED)
+    assert [each.ranks for each in rank.fed if isinstance(each, Hang)] == [(1,)]
+
+
+_TIMED_OUT = "exception: RuntimeError: [../unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation"
+
+
+@pytest.mark.parametrize(("reason", "accused"), [(_CLOSED, [(0,)]), (_TIMED_OUT, [])])
+def test_the_only_rank_of_which_nothing_is_known_has_gone(reason: str, accused: Any, tmp_path: Path) -> None:
+    """It ran alone on its host: all others have lost their connection, which a rank that only waits does not close."""
+    _box(tmp_path, 2, _CLOSED)
+    rank = _at_home(1, tmp_path)
+    rank.watch._look()
+    rank.watch.close(reason)
+    assert [each.ranks for each in rank.fed if isinstance(each, Hang)] == accused
+
+
+def test_a_rank_that_goes_on_may_have_closed_the_connection(tmp_path: Path) -> None:
+    """Nobody is named then."""
+    job = _box(tmp_path, 2, lives=True)
+    rank = _at_home(1, tmp_path)
+    rank.watch._look()
+    rank.watch.close(_CLOSED)
+    assert rank.fed == []
+    job.communicate()
+
+
+def test_ranks_see_each_other_before_they_can_talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once they have met: each has its black box, and a thread looks at the others while they connect."""
+    monkeypatch.setattr(progress, "_LOST_SECONDS", 0.01)
+    (tmp_path / "ranks" / "1").mkdir(parents=True)
+    rank, looked = _at_home(1, tmp_path), list[float]()
+    rank.watch.begin()
+    assert progress.black_box.read(tmp_path / "ranks" / "1" / "black_box") is not None
+    rank.watch.unanswered = looked.append  # type: ignore[method-assign]
+    with rank.watch.connecting():
+        assert until(lambda: len(looked) > 1)
+    assert until(lambda: all(thread.name != "ddpdebug-connecting" for thread in threading.enumerate()))
 
 
 def test_a_rank_that_has_lost_its_launcher_names_nobody(tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ class Ranks:
                 rank=rank, step=self.step, flags=int(flags), loss=2.0 + 0.1 * rank, lr=1e-3, loss_scale=1024.0,
                 param_norm=9.0, update_norm=0.01, val_loss=2.2,
                 local_grad_norm=2.0 + rank, grad_norm=1.5, clip_norm=1.5, clip_max=1.0, step_seconds=0.2,
-                data_seconds=0.01, forward_seconds=0.05 * (1 + bad), backward_seconds=0.1, optimizer_seconds=0.01,
+                data_seconds=0.01, forward_seconds=0.05 * (1 + bad), backward_seconds=0.1 - 0.05 * bad,
+                backward_local_seconds=0.04, sync_wait_seconds=0.06 - 0.05 * bad, optimizer_seconds=0.01,
                 host_bytes=(1 << 30) + self.step * 1000, device_allocated_bytes=20 << 30, without_grad=1,
                 device_reserved_bytes=30 << 30, device_peak_bytes=25 << 30, params_after_digest=digest,
                 grads_digest=Digest(5), hyper_digest=Digest(5), buffers_digest=Digest(5), state_digest=digest,
@@ -235,7 +236,7 @@ def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Promet
 
 
 #: Name of the situation -> seconds between its last scrape and the moment at which it is looked at.
-SITUATIONS = {"healthy": 1, "disagreeing": 1, "nan": 1, "hung": 1, "waiting": 1, "killed": 480, "ended": 480}
+SITUATIONS = {"healthy": 1, "disagreeing": 1, "nan": 1, "hung": 1, "waiting": 1, "slow": 1, "killed": 480, "ended": 480}
 RULES = Path(__file__).parent.parent.parent / "deploy" / "prometheus" / "rules"
 _EVALUATION = 15
 
@@ -243,7 +244,7 @@ _EVALUATION = 15
 class Recorded:
     """Runs as they were recorded, side by side in a Prometheus that has evaluated the rules over them.
 
-    `now` is when one looks at them: five still run, the others ended some minutes before. `ids` has their run ids.
+    `now` is when one looks at them: six still run, the others ended some minutes before. `ids` has their run ids.
     """
 
     def __init__(self, server: Prometheus) -> None:
@@ -349,11 +350,11 @@ def _firing(points: Any, rule: dict[str, Any]) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="session")
 def record(start_prometheus: Callable[..., Prometheus]) -> Callable[[], Recorded]:
-    """Make a Prometheus that has the seven situations."""
+    """Make a Prometheus that has the eight situations."""
     return lambda: Recorded(start_prometheus("global: {}\n", "--web.enable-remote-write-receiver"))
 
 
 @pytest.fixture(scope="session")
 def recorded(record: Callable[[], Recorded]) -> Recorded:
-    """The seven situations, ready to be drawn; to be read only."""
+    """The eight situations, ready to be drawn; to be read only."""
     return record()

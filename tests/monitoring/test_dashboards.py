@@ -217,9 +217,11 @@ def test_the_verdicts_are_right(scraped: Any, fill: Any) -> None:
     assert until(lambda: value("Ranks agree") == 1)
     assert until(lambda: value("Gradients") >= 1)
     assert until(lambda: value("Numbers") == 0)
-    assert until(lambda: value("Slowest rank") == pytest.approx(0.02 / 0.2, rel=0.3))
+    assert until(lambda: value("What stragglers cost") == pytest.approx(0.05 / 0.2, rel=0.3))
     assert until(lambda: value("Overhead") == pytest.approx(0.012))
     assert until(lambda: value("Last step ago") < 10)
+    (costs,) = scraped.query(fill(tiles["What stragglers cost"]))
+    assert costs["metric"] == {"rank": "2"}
     outvoted = next(panel for panel in panels(DASHBOARDS["agreement"]) if panel["title"] == "Outvoted ranks")
     found = until(lambda: scraped.range(fill(outvoted["targets"][0]["expr"]), 10))
     assert {series["metric"]["rank"] for series in found} == {"2"}

@@ -1,4 +1,4 @@
-"""The dashboards in seven recorded situations: the words and colours that stand there, by a model of Grafana's panels.
+"""The dashboards in eight recorded situations: the words and colours that stand there, by a model of Grafana's panels.
 
 No Grafana can be had where these tests run: Prometheus is real, and what Grafana makes of its answers is a model of it.
 """
@@ -95,13 +95,14 @@ def look(recorded: Any) -> Any:
 
 #: Situation -> dashboard -> tile -> its word (a pattern) and its colours; several where the machine decides.
 _PERCENT = r"-?\d+(\.\d+)?%"
+_COST = rf"rank \d: {_PERCENT}"
 _WELL = {
     "overview": {
         "Run state": ("running", GREEN),
         "Worst finding": ("none", GREEN),
         "Checked": ("all checked", GREEN),
         "Memory headroom": (_PERCENT, GREEN),
-        "Slowest rank": (_PERCENT, GREEN),
+        "What stragglers cost": (_COST, GREEN),
         "Overhead": (_PERCENT, f"{GREEN} {LIGHT} {YELLOW}"),
         "Ranks missing": ("all up", GREEN),
         "Ranks agree": ("agree", GREEN),
@@ -114,7 +115,12 @@ _WELL = {
         "Headroom": (_PERCENT, GREEN),
         "Full in": (r"not growing|\d+ (hours|days)", f"{GREEN} {LIGHT}"),
     },
-    "ranks": {"Slowest rank above the median": (_PERCENT, GREEN), "Steps apart": ("in step", GREEN)},
+    "ranks": {
+        "What stragglers cost": (_COST, GREEN),
+        "Slowest rank above the median": (_PERCENT, GREEN),
+        "Waiting for data": (_PERCENT, GREEN),
+        "Steps apart": ("in step", GREEN),
+    },
 }
 
 
@@ -126,10 +132,15 @@ def _ill(**tiles_: tuple[str, str]) -> dict[str, dict[str, tuple[str, str]]]:
 
 def _over(state: tuple[str, str], worst: tuple[str, str], word: tuple[str, str]) -> dict[str, Any]:
     made = {name: dict.fromkeys(shown, word) for name, shown in _WELL.items()}
+    for tiles_ in made.values():
+        if _COSTS in tiles_:
+            tiles_[_COSTS] = f"the run: {word[0]}", word[1]
     made["overview"] |= {"Run state": state, "Worst finding": worst}
     return made
 
 
+_COSTS = "What stragglers cost"
+_SLOW = {_COSTS: (r"rank 2: [23]\d%", YELLOW)}
 _LATE = (r"\d+ s|1 mins?", YELLOW)
 _WAITS = {"Waiting": ("at work", LIGHT), "Last step ago": _LATE}
 
@@ -137,6 +148,11 @@ _TILES = {
     "healthy": _WELL,
     "hung": _ill(Waiting=("stuck", RED), Last_step_ago=_LATE),
     "waiting": {**_WELL, "overview": {**_WELL["overview"], **_WAITS}},
+    "slow": {
+        **_WELL,
+        "overview": {**_WELL["overview"], **_SLOW},
+        "ranks": {**_WELL["ranks"], **_SLOW, "Slowest rank above the median": (r"[23]\d%", YELLOW)},
+    },
     "disagreeing": _ill(Ranks_agree=("1 differ", RED)),
     "nan": _ill(Numbers=(r"\d+ steps", RED)),
     "killed": _over(("lost", RED), ("critical", RED), ("run lost", RED)),
@@ -157,17 +173,17 @@ def test_every_tile_has_its_word_and_colour(look: Any, name: str) -> None:
 
 
 def test_the_tiles_of_the_fleet_count_what_is_ill_and_what_is_over(look: Any) -> None:
-    """Five runs are alive, two of them are well; one is lost; what was found in one that is over is still counted."""
+    """Six runs are alive, three of them are well; one is lost; what was found in one that is over is still counted."""
     shown = {
         panel["title"]: look().tile("fleet", panel["title"]) for panel in panels("fleet") if panel["type"] == "stat"
     }
     assert shown == {
-        "Runs": ("5", BLUE),
+        "Runs": ("6", BLUE),
         "Ill runs": ("3", RED),
         "Runs whose ranks disagree": ("1", RED),
         "Runs that failed or were lost": ("1", RED),
         "Runs with critical findings": ("5", RED),
-        "Ranks": ("20", BLUE),
+        "Ranks": ("24", BLUE),
     }
 
 
@@ -181,6 +197,7 @@ def test_the_fleet_says_of_each_run_how_it_is_or_how_it_ended(look: Any, recorde
         "nan": (("ill", RED), ("critical", RED), ("agree", GREEN), ("NaN or Inf", RED)),
         "hung": (("ill", RED), ("critical", RED), ("agree", GREEN), ("finite", GREEN)),
         "waiting": (("running", GREEN), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
+        "slow": (("running", GREEN), ("none", GREEN), ("agree", GREEN), ("finite", GREEN)),
         "killed": (("lost", RED), ("critical", RED), ("agree", GREEN), ("finite", GREEN)),
         "ended": (("finished", BLUE), ("critical", RED), ("1 differ", RED), ("finite", GREEN)),
     }
@@ -276,6 +293,22 @@ def test_the_missing_rank_and_its_line_stand_there(look: Any) -> None:
         assert all(re.fullmatch(r"\d+(\.\d+)? s|1 mins?|1\.\d+ mins", shown.text) for shown in waits.values()), waits
     assert look().timeline("ranks", "Missing ranks") == {}
     assert look().lines("ranks", "Waiting for others") == {}
+
+
+def test_what_a_slow_rank_costs_is_told_from_what_noise_costs(look: Any) -> None:
+    """Of a straggler nearly all that is lost is its own; the others wait, and it does not."""
+    lines = look("slow").lines("ranks", "What slow ranks cost over time")
+    shares = {name: float(shown.text.removesuffix("%")) for name, shown in lines.items()}
+    assert shares["rank 2"] == max(shares[name] for name in shares if name != "all ranks")
+    assert shares["rank 2"] > 0.9 * shares["all ranks"] > 20
+    assert sum(shares[f"rank {rank}"] for rank in range(4)) == pytest.approx(shares["all ranks"], abs=4)
+    own = look("slow").lines("ranks", "Own time per step")
+    seconds = {name: float(shown.text.split()[0]) for name, shown in own.items()}
+    assert seconds["highest rank"] - seconds["median rank"] == pytest.approx(100, abs=30)
+    assert seconds["waiting"] > 60
+    assert look("slow").lines("overview", "Step time, own and waiting").keys() == {
+        "data", "forward", "backward", "optimizer", "other", "waiting",
+    }  # fmt: skip
 
 
 def test_layers_end_when_the_run_does(look: Any, recorded: Any) -> None:

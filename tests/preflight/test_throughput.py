@@ -77,6 +77,7 @@ def test_the_pipeline_is_timed_between_batches() -> None:
     found = measured(make_batches=Fake(0.03), micro_batches=2)
     assert found.evidence["data_seconds"] >= 0.06
     assert "no workers, the step waits" in found.summary
+    assert found.summary.startswith("the own time of a step is ")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,9 @@ def test_the_pipeline_is_timed_between_batches() -> None:
     [
         (0.01, 0.03, 0, 0.75),
         (0.01, 0.03, 2, 0.667),
+        (0.05, 0.01, 0, 0.167),
         (0.03, 0.01, 0, 0.25),
+        (0.03, 0.038, 2, 0.211),
         (0.03, 0.02, 2, 0.0),
         (0.0001, 0.0003, 0, 0.75),
     ],
@@ -92,10 +95,15 @@ def test_the_pipeline_is_timed_between_batches() -> None:
 def test_waiting_for_data_is_a_warning_when_it_is_long(step: float, data: float, workers: int, share: float) -> None:
     """Workers make the next batch during the step; below ten milliseconds nobody is warned."""
     found = throughput._verdict(step, throughput.Counts(), data, workers)
-    assert found.evidence["data_wait_share"] == pytest.approx(share, abs=1e-3)
-    slow = share > 0.3 and data > 0.01
+    assert found.evidence["share"] == pytest.approx(share, abs=1e-3)
+    wait = found.evidence["step_seconds"] - found.evidence["model_seconds"]
+    assert wait == pytest.approx(share * found.evidence["step_seconds"], rel=0.01)
+    slow = share >= 0.2 and wait >= 0.01
     assert (found.status, found.code) == ((Status.WARN, "SLOW602") if slow else (Status.INFO, ""))
     assert bool(found.actions) is bool(found.hypotheses) is slow
+    assert f"{100 * share:.0f} % of each step waits for data" in found.summary
+    if slow:
+        assert ("num_workers is 0" in found.actions[0]) is not bool(workers)
 
 
 def test_a_quick_pipeline_is_no_warning() -> None:

@@ -15,6 +15,7 @@ from ddpdebug.probes.cpu_memory_limit import CpuLimit
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import (
     Failure,
+    InputSizes,
     MemoryProbe,
     MemorySample,
     SystemProvider,
@@ -22,6 +23,7 @@ from ddpdebug.probes.memory import (
     device_fields,
     private_bytes,
 )
+from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
 from ddpdebug.schema.row import Row
 
@@ -53,12 +55,15 @@ def test_the_system_tells_what_a_process_has() -> None:
 def test_samples_are_fields_of_the_row() -> None:
     """A step's numbers fit into the row under their names."""
     bus, ddp = Bus(Guard(lambda part, message: pytest.fail(f"{part}: {message}"))), cast("Any", None)
-    probe = MemoryProbe(bus)
+    state = StepState()
+    probe = MemoryProbe(bus, state)
     probe.measure_with(FakeProvider())
     for inputs in ([torch.zeros(2, 3), torch.zeros(4)], [torch.zeros(5)]):
         bus.emit(ForwardBegan(ddp, (), {}, Tensors(inputs)))
-    row = Row(**probe.end_step(0).columns(cast("Any", None)))
+    parts = probe.end_step(0), state.since.parts[InputSizes]
+    row = Row(**{name: value for part in parts for name, value in part.columns(cast("Any", None)).items()})
     assert (row.device_allocated_bytes, row.batch_elements, row.live_graphs) == (100, 10, 0)
+    assert row.input_elements == 15
     assert probe.shapes == [[5]]
     assert (probe.largest, probe.elements, probe.history[-1].used) == (10, 0, 100)
 

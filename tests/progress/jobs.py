@@ -46,19 +46,29 @@ class Job:
         kind: what the script does.
         rank: that does it.
         seconds: for which it does it.
+        step: in which it does it.
         whole: run to the end of the script instead of to the first hang.
+        stays: ranks that do not end by themselves: the job is over once the others have.
         limit: seconds after which it is ended.
         options: of `ddpdebug run`.
+        hosts: of each rank, "0,0,1", where they take each other for ranks of several.
+        environ: further environment variables, (name, value).
+        folder: of the job, which is kept then; its run directory is `out` in it.
     """
 
     kind: str
     rank: int = 1
     world: int = 2
     seconds: float = 600.0
+    step: int = STEP
     whole: bool = False
-    limit: float = 120.0
+    stays: tuple[int, ...] = ()
+    limit: float = 300.0  # of a machine that does much else
     script: str = STOPS.name
     options: tuple[str, ...] = ()
+    hosts: str = ""
+    environ: tuple[tuple[str, str], ...] = ()
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +80,7 @@ class Result:
     latency: float  # seconds from the stop to the first hang in the file; NaN where there is none
     output: list[str] = field(default_factory=list)  # of the ranks
     statuses: list[int | None] = field(default_factory=list)  # None of a rank that was ended
+    folder: str = ""  # of the run; gone where the job was not to keep it
 
     @property
     def first(self) -> dict[str, Any]:
@@ -86,6 +97,9 @@ def line_of(mark: str, kind: str = "") -> int:
 
 def run(job: Job) -> Result:
     """Run a job with ranks that are forked from this process, which has loaded torch."""
+    if job.folder:
+        Path(job.folder).mkdir(parents=True)
+        return _run(job, Path(job.folder))
     scratch = Path(tempfile.mkdtemp(prefix="ddpdebug-hangs-"))  # no context manager: a rank's exit would remove it
     try:
         return _run(job, scratch)
@@ -95,13 +109,15 @@ def run(job: Job) -> Result:
 
 def _run(job: Job, scratch: Path) -> Result:
     out, seen = scratch / "out", _Seen()
+    script, before = ("on_hosts.py", [job.hosts]) if job.hosts else (job.script, [])
     about = {
-        "script": str(SCRIPTS / job.script),
-        "args": [job.kind, str(job.rank), str(STEP), str(job.seconds)],
+        "script": str(SCRIPTS / script),
+        "args": [*before, job.kind, str(job.rank), str(job.step), str(job.seconds)],
         "ranks": job.world,
         "cwd": str(scratch),
         "timeout": job.limit,
-        "env": {"OMP_NUM_THREADS": "1"},
+        "stays": job.stays,
+        "env": {"OMP_NUM_THREADS": "1", **dict(job.environ)},
         "options": ["--metrics", "off", "--out", str(out), *job.options],
     }
     ranks = zygote.run(about, lambda: seen.look(out) and not job.whole)
@@ -114,6 +130,7 @@ def _run(job: Job, scratch: Path) -> Result:
         latency=seen.found - max(stops, default=math.nan),
         output=output,
         statuses=[rank["status"] for rank in ranks],
+        folder=str(out),
     )
 
 
@@ -163,6 +180,12 @@ def run_all(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Result]]:
             yield futures[future], future.result()
 
 
+def _job(**given: Any) -> Job:
+    """Return a job as JSON has it, which knows no tuples."""
+    pairs = tuple((name, value) for name, value in given.pop("environ", ()))
+    return Job(environ=pairs, **{name: tuple(one) if isinstance(one, list) else one for name, one in given.items()})
+
+
 def words(result: Result) -> str:
     """Say what was found, on a line."""
     told = []
@@ -184,15 +207,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--step", type=int, default=STEP)
     parser.add_argument("--script", default=STOPS.name)
     parser.add_argument("--whole", action="store_true")
     given = parser.parse_args()
     if given.kinds == ["-"]:
-        jobs = [Job(**{**job, "options": tuple(job["options"])}) for job in json.load(sys.stdin)]
+        jobs = [_job(**given) for given in json.load(sys.stdin)]
         for number, result in run_all(jobs, given.jobs):
             print(json.dumps([number, asdict(result)]), flush=True)
         return
-    common = {name: getattr(given, name) for name in ("rank", "world", "seconds", "whole", "script")}
+    common = {name: getattr(given, name) for name in ("rank", "world", "seconds", "step", "whole", "script")}
     jobs = [Job(kind=kind, **common) for kind in given.kinds]
     for number, result in run_all(jobs, given.jobs):
         print(f"{jobs[number].kind:16} {result.latency:6.1f} s  {words(result)}  {result.statuses}", flush=True)

@@ -6,9 +6,12 @@ import asyncio
 import concurrent.futures
 import fcntl
 import io
+import linecache
 import os
 import pdb  # noqa: T100 - a prompt that waits is what is looked at
+import pickle
 import queue
+import re
 import select
 import signal
 import socket
@@ -24,6 +27,7 @@ import pytest
 from machine import until
 
 from ddpdebug.progress import frames
+from ddpdebug.progress.foreign_stack import Place
 
 _HERE = f"{Path(__file__).name}:"
 #: Functions in which ranks meet in the store.
@@ -45,6 +49,35 @@ def standing(function: Callable[[], object]) -> Iterator[frames.At]:
     assert until(stands, 60)
     yield frames.look(frames.take(sys._current_frames()[thread.ident or 0]))
     thread.join(0.0)
+
+
+#: Of a module that a rank and its judge have both loaded.
+PATTERN, INDEX = re.compile("a+"), {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "file, function, call, kind",
+    [
+        (re.__file__, "match", "", "regex"),
+        (re.__file__, "findall", "", ""),  # many attempts: it may go on well
+        (__file__, "train", "PATTERN.search(text)", "regex"),
+        (__file__, "train", "PATTERN.findall(text)", ""),
+        (__file__, "train", "INDEX.search(text)", ""),  # of another class
+        (__file__, "train", "nowhere.search(text)", ""),
+        (__file__, "train", "pickle.dumps(PATTERN.match)", ""),
+        (__file__ + "x", "train", "PATTERN.search(text)", ""),  # of a module that is not loaded here
+        (pickle.__file__, "search", "PATTERN.search(text)", ""),
+    ],
+)
+def test_what_matches_a_regular_expression_is_known_by_its_innermost_frame(
+    file: str, function: str, call: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of `re`'s functions, or a line that calls a method of what is a pattern in this process too."""
+    monkeypatch.setattr(linecache, "getline", lambda *_: f"    found = {call}")
+    columns = (12, 12 + len(call)) if call else None
+    place = Place(file=file, line=1, function=function, columns=columns)
+    users = Place(file=__file__, line=1, function="train", columns=columns)
+    assert frames.of_places([place, users]).kind == kind
 
 
 def lock(end: threading.Event) -> None:

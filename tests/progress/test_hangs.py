@@ -7,19 +7,12 @@ ends as soon as its hang is in the files. None of the tests asserts how long tha
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-
-_HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(_HERE))
-from jobs import Job, Result, line_of  # noqa: E402
+from jobs import Job, Result, line_of
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(1800)]
 
@@ -131,7 +124,8 @@ FAULTS = (
     _silent("sigstop", "stopped by a signal", rank=0, world=4),
     _silent("gil", "asleep"),
     _silent("gil", "asleep", rank=0),
-    _silent("regex", "runs", rank=3, world=4),
+    _silent("regex", "in a regular expression", rank=3, world=4),
+    _silent("pattern", "in a regular expression", rank=0),
     _differ("operation", "operation", ranks=(0, 1), mark="other"),
     _differ("operation", "broadcast #22", rank=3, world=4, quick=True),
     _differ("objects", "operation", rank=2, world=4),
@@ -173,6 +167,7 @@ TRAPS = (
     Trap(kind="compile", rank=1, seconds=20),
     Trap(kind="hog", rank=0, seconds=20),
     Trap(kind="in_c", rank=1, seconds=15),
+    Trap(kind="finds", rank=1, seconds=9),
     Trap(kind="all_sleep", rank=1, seconds=20),
     Trap(kind="stopped_for_a_moment", rank=1, seconds=3),
     Trap(kind="download", rank=0, seconds=20),
@@ -189,32 +184,12 @@ TRAPS = (
 
 def _slow(case: Fault | Trap) -> Any:
     quick = isinstance(case, Fault) and case.quick
-    return pytest.param(case, id=case.name, marks=[] if quick else [pytest.mark.hangs])
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[Job, Result]:
-    """Run the jobs of all tests of this file that were chosen."""
-    items = [item for item in request.session.items if item.path == Path(__file__)]
-    cases = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
-    jobs = [case.job() for case in cases]
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    done = subprocess.run(
-        [sys.executable, _HERE / "jobs.py", "--jobs", str(os.cpu_count() or 1), "-"],
-        input=json.dumps([asdict(job) for job in jobs]),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=environ,
-    )
-    told = map(json.loads, done.stdout.splitlines())
-    return {jobs[number]: Result(**result) for number, result in told}
+    return pytest.param(case, id=case.name, marks=[] if quick else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("case", [_slow(case) for case in FAULTS])
-def test_a_stop_is_found(case: Fault, results: dict[Job, Result]) -> None:
+def test_a_stop_is_found(case: Fault, result: Result) -> None:
     """With the code of its kind, who stops it, where that stands, and what it waits for."""
-    result = results[case.job()]
     found = result.first
     assert found, "\n".join(output[-3000:] for output in result.output)
     assert found["code"] == case.code, found
@@ -229,8 +204,7 @@ def test_a_stop_is_found(case: Fault, results: dict[Job, Result]) -> None:
 
 
 @pytest.mark.parametrize("case", [_slow(case) for case in TRAPS])
-def test_a_rank_at_work_is_not_accused(case: Trap, results: dict[Job, Result]) -> None:
+def test_a_rank_at_work_is_not_accused(case: Trap, result: Result) -> None:
     """However long others wait for it, and the job ends as it would without anybody who looks."""
-    result = results[case.job()]
     assert result.findings == []
     assert result.statuses == [0] * case.world, "\n".join(output[-3000:] for output in result.output)

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from jobs import Job, Result, line_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-import hangs
-
-_SCRIPT = hangs.SCRIPT.with_name("on_hosts.py")
-_LIMIT = 240.0
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def _run(hosts: str, rank: int) -> hangs.Result:
-    world = len(hosts.split(","))
-    return hangs.run("sigstop", rank, world=world, seconds=_LIMIT, limit=_LIMIT, script=(str(_SCRIPT), hosts))
-
-
-@pytest.mark.hangs
-def test_the_lowest_rank_judges_by_what_the_other_host_tells() -> None:
+@pytest.mark.parametrize("job", [Job(kind="sigstop", rank=3, world=4, hosts="0,0,1,1")])
+def test_the_lowest_rank_judges_by_what_the_other_host_tells(job: Job, result: Result) -> None:
     """What the kernel shows of a stopped rank, and its line, come from a rank beside it."""
-    found = _run("0,0,1,1", 3).first
+    found = result.first
     assert (found["code"], found["ranks"], found["phase"]) == ("HANG501", [3], "interpreter")
-    assert found["location"].endswith(f"stops.py:{hangs.line_of('stops', 'sigstop')}")
+    assert found["location"].endswith(f"stops.py:{line_of('stops', 'sigstop')}")
     assert found["evidence"]["hang"].startswith("0:")
     assert "stopped by a signal" in found["evidence"]["missing"]["3"]
 
 
-@pytest.mark.hangs
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_silent_rank_alone_on_its_host(rank: int) -> None:
+@pytest.mark.parametrize("job", [Job(kind="sigkill", rank=rank, hosts="0,1") for rank in (0, 1)])
+def test_a_rank_that_was_alone_on_its_host_has_gone(job: Job, result: Result) -> None:
+    """By elimination: nobody can see its process, and all others have lost their connection."""
+    found = result.first
+    assert (found["code"], found["ranks"]) == ("HANG503", [job.rank])
+    assert "out of reach" in found["evidence"]["missing"][str(job.rank)]
+
+
+@pytest.mark.parametrize("job", [Job(kind="sigstop", rank=rank, hosts="0,1") for rank in (0, 1)])
+def test_a_silent_rank_alone_on_its_host(job: Job, result: Result) -> None:
     """Nobody knows why it is silent, and that is said; also where it hosts the store, which is silent with it."""
-    found = _run("0,1", rank).first
-    assert (found["code"], found["ranks"], found["phase"]) == ("HANG501", [rank], "interpreter")
-    assert found["evidence"]["hang"].startswith(f"{1 - rank}:")
-    assert "not known" in found["evidence"]["missing"][str(rank)]
+    found = result.first
+    assert (found["code"], found["ranks"], found["phase"]) == ("HANG501", [job.rank], "interpreter")
+    assert found["evidence"]["hang"].startswith(f"{1 - job.rank}:")
+    assert "not known" in found["evidence"]["missing"][str(job.rank)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import Job, Result
 from machine import until
 
 from ddpdebug.disk import Disk
@@ -15,24 +15,15 @@ from ddpdebug.monitor import progress
 from ddpdebug.progress.watcher import NoNotes
 from ddpdebug.schema.progress import RankProgress
 
-sys.path.insert(0, str(Path(__file__).parent))
-import hangs
 
-
+@pytest.mark.jobs
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pool", "pool_writes", "os_exit_all"])
-def test_nobody_is_named(kind: str) -> None:
+@pytest.mark.parametrize(
+    "job", [Job(kind=kind, seconds=seconds, whole=True) for kind, seconds in (("pool_writes", 15), ("os_exit_all", 5))]
+)
+def test_nobody_is_named(job: Job, result: Result) -> None:
     """A pool that works while the training thread joins it; ranks that end by `os._exit(0)`, seconds apart."""
-    found = hangs.run(kind, 1, seconds=5.0 if kind == "os_exit_all" else 15.0, limit=240.0, whole=True)
-    assert (found.findings, found.statuses) == ([], [0, 0])
-
-
-@pytest.mark.slow
-def test_a_thread_that_stands_still_is_no_excuse() -> None:
-    """One that is joined and waits itself keeps its rank from going on."""
-    found = hangs.run("join", 1, seconds=240.0, limit=240.0)
-    assert (found.first["code"], found.first["ranks"]) == ("HANG501", [1])
-    assert found.first["location"].endswith(f"stops.py:{hangs.line_of('stops', 'join')}")
+    assert (result.findings, result.statuses) == ([], [0, 0])
 
 
 class _Counting:

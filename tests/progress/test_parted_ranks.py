@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import Job, Result, line_of
 
 from ddpdebug.progress import black_box
 from ddpdebug.progress.apart import parted
 from ddpdebug.schema.progress import Noted
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from hangs import Result, line_of, run
+pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-pytestmark = [pytest.mark.jobs, pytest.mark.hangs]
 
-_LIMIT = 300.0  # of a machine that does much else
+def _record(size: int) -> tuple[tuple[str, str], ...]:
+    return (("TORCH_FR_BUFFER_SIZE", str(size)),)
 
 
 def _evidence(result: Result, code: str) -> dict[str, Any]:
@@ -27,60 +26,59 @@ def _evidence(result: Result, code: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "victim"), [("shape", 1), ("dtype", 0), ("root", 1)])
-def test_calls_that_do_not_fit_are_named_with_line_and_difference(kind: str, victim: int) -> None:
+@pytest.mark.parametrize("job", [Job(kind="shape", rank=1), Job(kind="dtype", rank=0), Job(kind="root", rank=1)])
+def test_calls_that_do_not_fit_are_named_with_line_and_difference(job: Job, result: Result) -> None:
     """Also after one rank was ended by SIGABRT, and the other by a closed connection."""
-    result = run(kind, victim, limit=_LIMIT)
     evidence = _evidence(result, "HANG502")
-    line = f"stops.py:{line_of('stops', kind)}"
-    assert evidence["difference"] == kind
+    line = f"stops.py:{line_of('stops', job.kind)}"
+    assert evidence["difference"] == job.kind
     assert sorted(evidence["calls"]) == ["0", "1"]
     assert all(line in call for call in evidence["calls"].values())
     assert result.first["ranks"] == [0, 1]
     assert result.first["step"] == 5
 
 
-@pytest.mark.parametrize("record", ["2000", "0"])
-def test_one_call_more_is_found_where_it_was_made(record: str) -> None:
+@pytest.mark.parametrize("job", [Job(kind="extra", environ=_record(size)) for size in (2000, 0)])
+def test_one_call_more_is_found_where_it_was_made(job: Job, result: Result) -> None:
     """A call that pairs up with the next is named, and not only the pair that clashed; torch's record is not needed."""
-    result = run("extra", 1, limit=_LIMIT, environ={"TORCH_FR_BUFFER_SIZE": record})
     first = _evidence(result, "HANG502")["first_difference"]
-    assert f"stops.py:{line_of('stops', 'extra')}" in first["1"]
-    assert f"stops.py:{line_of('other', 'extra')}" in first["0"]
+    assert f"stops.py:{line_of('stops', job.kind)}" in first["1"]
+    assert f"stops.py:{line_of('other', job.kind)}" in first["0"]
 
 
-def test_one_forward_more_is_a_mismatch() -> None:
+@pytest.mark.parametrize("job", [Job(kind="forward")])
+def test_one_forward_more_is_a_mismatch(job: Job, result: Result) -> None:
     """A forward with gradients through DDP on one rank broadcasts buffers once more."""
-    first = _evidence(run("forward", 1, limit=_LIMIT), "HANG502")["first_difference"]
-    assert f"stops.py:{line_of('stops', 'forward')}" in first["1"]
+    first = _evidence(result, "HANG502")["first_difference"]
+    assert f"stops.py:{line_of('stops', job.kind)}" in first["1"]
 
 
-def test_a_rank_that_waits_without_torchs_record_is_found() -> None:
+@pytest.mark.parametrize("job", [Job(kind="lock", environ=_record(0))])
+def test_a_rank_that_waits_without_torchs_record_is_found(job: Job, result: Result) -> None:
     """Where the record is switched off, counts and calls come from the notes."""
-    result = run("lock", 1, limit=_LIMIT, seconds=100, environ={"TORCH_FR_BUFFER_SIZE": "0"})
     assert (result.first.get("code"), result.first.get("ranks")) == ("HANG501", [1])
-    assert result.first["location"].endswith(f"stops.py:{line_of('stops', 'lock')}")
+    assert result.first["location"].endswith(f"stops.py:{line_of('stops', job.kind)}")
 
 
-def test_messages_do_not_shift_the_ranks_counts() -> None:
+@pytest.mark.parametrize("job", [Job(kind="few_messages", rank=2, world=3)])
+def test_messages_do_not_shift_the_ranks_counts(job: Job, result: Result) -> None:
     """Three ranks that have sent each other another number of messages are compared all the same."""
-    result = run("few_messages", 2, world=3, limit=_LIMIT, seconds=100)
-    assert (result.first.get("code"), result.first.get("ranks")) == ("HANG501", [2])
+    assert (result.first.get("code"), result.first.get("ranks")) == ("HANG501", [job.rank])
 
 
-def test_a_rank_that_was_killed_is_no_mismatch() -> None:
+@pytest.mark.parametrize("job", [Job(kind="segv")])
+def test_a_rank_that_was_killed_is_no_mismatch(job: Job, result: Result) -> None:
     """Where the calls fit, the one that was killed is the lost one."""
-    result = run("segv", 1, limit=_LIMIT)
     assert "difference" not in _evidence(result, "HANG503")
-    assert result.first["ranks"] == [1]
+    assert result.first["ranks"] == [job.rank]
 
 
-def test_a_step_left_out_is_dated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [Job(kind="skip", whole=True)])
+def test_a_step_left_out_is_dated(job: Job, result: Result) -> None:
     """A rank that left one batch out ends a step early, and what is on disk says since when the ranks were apart."""
-    run("skip", 1, limit=_LIMIT, whole=True, folder=tmp_path)
     notes = {}
-    for rank in range(2):
-        box = black_box.read(tmp_path / "out" / "ranks" / str(rank) / black_box.NAME)
+    for rank in range(job.world):
+        box = black_box.read(Path(result.folder) / "ranks" / str(rank) / black_box.NAME)
         assert box is not None
         notes[rank] = [noted for note in box.notes if (noted := Noted.read(note.text)) is not None]
     known = parted(notes)
@@ -89,8 +87,8 @@ def test_a_step_left_out_is_dated(tmp_path: Path) -> None:
     assert [(known.first[rank].step, known.first[rank].batches) for rank in range(2)] == [(5, 6), (5, 7)]
 
 
-def test_an_evaluation_through_ddp_without_gradients_is_none() -> None:
+@pytest.mark.parametrize("job", [Job(kind="eval", whole=True)])
+def test_an_evaluation_through_ddp_without_gradients_is_none(job: Job, result: Result) -> None:
     """DDP broadcasts buffers in it, and leaves that out in the next forward: the ranks' calls stay the same."""
-    result = run("eval", 1, limit=_LIMIT, whole=True)
     assert result.findings == []
     assert result.statuses == [0, 0]

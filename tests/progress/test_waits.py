@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -14,6 +15,8 @@ from ddpdebug.progress.waits import (
     CLOSED_SECONDS,
     GRAVITY,
     LEFT_SECONDS,
+    MATCHED_SECONDS,
+    MATCHING_SECONDS,
     RAN_SECONDS,
     RUNNING_SECONDS,
     RUNNING_SURE_SECONDS,
@@ -135,6 +138,14 @@ def test_who_left_because_another_one_had_gone_is_not_named_beside_it() -> None:
     victim = Seen(left="it has ended: connection closed by peer", left_for=2.0, left_by_others=True)
     assert verdict(of(victim, waits(1), killed, victim)) == ("left", (2,))
     assert verdict(of(victim, waits(1), waits(2), victim)) == ("left", (0, 3))
+
+
+def test_who_has_thrown_another_one_out_is_named_for_it() -> None:
+    """Also where it had come to the collective itself: a batch may fail on its way in the middle of one."""
+    failed = replace(waits(3), left="it has ended: exception: KeyError: 'x'", left_for=2.0)
+    victim = Seen(left="it has ended: connection closed by peer", left_for=2.0, left_by_others=True)
+    assert verdict(of(waits(0), victim, waits(2), failed)) == ("left", (3,))
+    assert verdict(of(waits(0), victim, waits(2), replace(failed, left_for=0.1))) is None
 
 
 def test_several_have_left() -> None:
@@ -375,6 +386,28 @@ def test_code_in_c_that_runs_may_be_done_soon(silent: float, ran: float, named: 
         sure = silent >= RUNNING_SURE_SECONDS
         assert (found.kind, found.ranks, found.runs) == ("silent" if sure else "stuck", (3,), not sure)
         assert (found.phase, found.blocked_in) == ("interpreter", None)
+
+
+@pytest.mark.parametrize(
+    "kind, now, silent, ran, named",
+    [
+        ("regex", True, MATCHING_SECONDS, MATCHED_SECONDS, True),
+        ("regex", True, MATCHING_SECONDS - 1, MATCHED_SECONDS, False),
+        ("regex", True, RUNNING_SECONDS - 1, MATCHED_SECONDS - 1, False),  # it does not get a processor
+        ("regex", False, RUNNING_SECONDS - 1, MATCHED_SECONDS, False),  # where it was last seen says nothing
+        ("", True, RUNNING_SECONDS - 1, MATCHED_SECONDS, False),
+    ],
+)
+def test_a_regular_expression_that_does_not_end_is_accused(
+    kind: str, now: bool, silent: float, ran: float, named: bool
+) -> None:
+    """It looks like pickling from outside; its frames, read now, tell."""
+    progress = replace(missing(3).progress or RankProgress(rank=3), kind=kind)
+    found = judge(all_wait(Seen(progress=progress, silent=silent, runs=True, ran=ran, now=now, kernel="running")))
+    assert (found is not None) == named
+    if found is not None:
+        assert (found.kind, found.ranks, found.runs) == ("silent", (3,), False)
+        assert "in a regular expression" in found.where["3"]
 
 
 def test_of_two_silent_ranks_the_one_that_does_not_run_is_named() -> None:

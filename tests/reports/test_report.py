@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import math
+import random
 import re
 import subprocess
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import pytest
 from ddpdebug.commands import main
 from ddpdebug.disk import Disk
 from ddpdebug.progress.black_box import BlackBox
-from ddpdebug.reports.html import lines, timeline
+from ddpdebug.reports.html import duration, heat_map, lines, timeline
+from ddpdebug.reports.pace import ROWS, SPANS, PaceHistory
 from ddpdebug.reports.page import report
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
@@ -110,7 +112,7 @@ def test_the_page_has_verdicts_findings_and_charts(tmp_path: Path) -> None:
     text = report(tmp_path)
     for part in ("differ", "1, 1 severe", "finished", "RANK101 · critical", "layers.0.weight", "a cause", "do this"):
         assert part in text
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 6
     assert "differ from step 20" in text
     assert "Shape of the curve: <b>healthy</b>, steps 0 to 39." in text
     assert "<td>2</td><td>no outcome: killed, or still running</td><td>20 steps</td>" in text
@@ -231,3 +233,113 @@ def test_a_real_browser_shows_it_and_asks_for_nothing(tmp_path: Path, need: Call
     assert "CONSOLE" not in done.stderr
     assert "198.51.100.1" not in log.read_text(errors="replace").replace("%22", '"')
     assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def paced(world: int, steps: int, slow: dict[int, float], phase: str = "forward", since: int = 0) -> PaceHistory:
+    """Return the own times of ranks that all need 0.1 s for a step, and some of which need more since a step."""
+    made = PaceHistory()
+    for number in range(steps):
+        more = {rank: slow.get(rank, 0.0) if number >= since else 0.0 for rank in range(world)}
+        longest = 0.1 + max(more.values())
+        rows = {}
+        for rank, extra in more.items():
+            parts = {"data": 0.01, "forward": 0.04, "backward_local": 0.05, phase: 0.04 + extra}
+            own = {f"{name}_seconds": seconds for name, seconds in parts.items()}
+            waits = longest - 0.1 - extra
+            rows[rank] = Row(rank=rank, step=number, step_seconds=longest, backward_seconds=0.05 + waits,
+                             sync_wait_seconds=waits, **own)  # type: ignore[arg-type]  # fmt: skip
+        made.add(Step(step=number, optimizer=0, world=world, rows=rows))
+    return made
+
+
+def coloured(drawn: str) -> list[tuple[int, str, float, str]]:
+    """Return row, colour, opacity and words of the cells that stand out."""
+    found = re.findall(r'y="(\d+)"[^>]*fill="(#\w+)" opacity="([\d.]+)"><title>([^<]*)', drawn)
+    return [(int(y), color, float(depth), words) for y, color, depth, words in found]
+
+
+def test_the_map_shows_who_was_slow_when_and_in_which_phase() -> None:
+    """The rest is even; two ranks can be told apart as well."""
+    for world in (2, 4):
+        found = paced(world, 100, {1: 0.03}, since=50)
+        cells = coloured(heat_map(found, (0, 99), {}))
+        assert {(color, depth) for _, color, depth, _ in cells} == {("#56B4E9", 0.75)}
+        assert len({y for y, *_ in cells}) == 1
+        assert len(cells) == 50
+        assert (
+            cells[0][3]
+            == "rank 1, steps 50 to 50: 0.13 s a step, 23 % of it more than the median rank, mostly in forward"
+        )
+        first, *others = found.totals()
+        assert (first.rank, first.last, first.phase) == (1, 0.5 if world == 4 else first.last, "forward")
+        assert first.cost == pytest.approx(50 * 0.03)
+        assert first.share == pytest.approx(50 * 0.03 / (50 * 0.1 + 50 * 0.13))
+        assert [other.cost for other in others] == [0.0] * (world - 1)
+
+
+def test_the_start_of_the_script_is_no_step() -> None:
+    """Who imported longer is not slow."""
+    found = paced(2, 5, {})
+    rows = {rank: Row(rank=rank, step_seconds=9.0 + rank, flags=int(Flag.FIRST)) for rank in (0, 1)}
+    found.add(Step(step=5, optimizer=0, world=2, rows=rows))
+    assert (found.steps, [one.cost for one in found.totals()]) == (5, [0, 0])
+    assert found.step_seconds == pytest.approx(0.1)
+
+
+def test_two_ranks_that_are_equally_slow_cost_nothing_and_are_seen() -> None:
+    """Repairing one of them would change nothing."""
+    found = paced(4, 20, {1: 0.05, 3: 0.05})
+    assert [one.cost for one in found.totals()] == [0.0] * 4
+    assert {words.partition(",")[0] for *_, words in coloured(heat_map(found, (0, 19), {}))} == {"rank 1", "rank 3"}
+
+
+@pytest.mark.parametrize("world", [64, 65, 1024])
+def test_the_map_of_a_large_long_run_is_bounded(world: int) -> None:
+    """Neighbours share a row, in which the slowest is seen; spans of steps are joined."""
+    found = paced(world, 200, {world - 1: 0.05})
+    assert len(found.rows()) <= ROWS
+    assert [rank for row in found.rows() for rank in row] == list(range(world))
+    spans = list(found.spans())
+    assert SPANS / 2 <= len(spans) <= SPANS
+    assert [first for first, *_ in spans[1:]] == [last + 1 for _, last, _ in spans[:-1]]
+    assert (spans[0][0], spans[-1][1]) == (0, 199)
+    drawn = heat_map(found, (0, 199), {})
+    assert len(drawn) < 200 * ROWS * SPANS
+    cells = coloured(drawn)
+    assert len(cells) == len(spans)
+    assert {words.partition(",")[0] for *_, words in cells} == {f"rank {world - 1}"}
+
+
+def test_what_all_ranks_scatter_is_no_excess() -> None:
+    """Among many somebody is far above the median in each span."""
+    chance = random.Random(1)
+    found = PaceHistory()
+    for number in range(60):
+        waits = [abs(chance.gauss(0.05, 0.01)) for _ in range(256)]
+        rows = {rank: Row(rank=rank, step_seconds=0.2, sync_wait_seconds=wait) for rank, wait in enumerate(waits)}
+        found.add(Step(step=number, optimizer=0, world=256, rows=rows))
+    assert len(coloured(heat_map(found, (0, 59), {}))) <= 10  # of 3,840
+
+
+def test_a_run_says_what_slow_ranks_cost_and_what_waits_for_data(tmp_path: Path) -> None:
+    """In words beside the map, which is named for those who do not see it; one rank waits for nobody."""
+    write_run(tmp_path / "run")
+    text = report(tmp_path / "run")
+    assert "Which rank is slow?" in text
+    assert "A step took 0.2 s on average, of 40 steps that are kept. Waiting for data was 5 % of it" in text
+    assert "waiting for other ranks, with the reduction, 50 % on average." in text
+    assert 'aria-label="Own time of each rank' in text
+    assert "<th>most of that in</th>" in text
+    sink = RunDirectory(tmp_path / "alone", 0)
+    sink.write(RunStarted(run_id="r", rank=0, world=1, directory=None, config={}, versions={}))
+    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=1, rows={0: Row(step_seconds=0.5, data_seconds=0.25)})))
+    sink.close()
+    text = report(tmp_path / "alone")
+    assert "Waiting for data was 50 % of it on the median rank.</p>" in text
+    assert "Own time of each rank over" not in text
+
+
+def test_durations_are_told_in_the_unit_that_fits() -> None:
+    """To three digits; nothing where nobody knows."""
+    found = [duration(seconds) for seconds in (0.0125, 3.14159, 89.0, 186.0, 9000.0, math.nan)]
+    assert found == ["12.5 ms", "3.14 s", "89 s", "3.1 min", "2.5 h", ""]

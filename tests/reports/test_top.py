@@ -39,7 +39,8 @@ def records() -> Iterator[Record]:
             rows[rank] = Row(
                 rank=rank, step=step, loss=2.0 + rank, grad_norm=1.5 if step == 3 else math.nan, step_seconds=0.2,
                 flags=int(Flag.LOSS_NONFINITE) if rank == 1 else 0, data_seconds=0.0, host_bytes=2 << 30,
-                backward_seconds=0.04 if bad else 0.1, forward_seconds=0.03, overhead_seconds=0.002,
+                backward_seconds=0.04 if bad else 0.1, backward_local_seconds=0.03,
+                sync_wait_seconds=0.01 if bad else 0.07, forward_seconds=0.03, overhead_seconds=0.002,
                 params_after_digest=Digest(5 + bad),
             )  # fmt: skip
         step_record = StepJudged(step=Step(step=step, optimizer=0, world=WORLD, rows=rows), overhead_ratio=0.01)
@@ -80,8 +81,52 @@ def test_a_run_directory_says_who_is_ill(directory: Path) -> None:
                  "overhead 1 %", "RANK101 critical step 3 · rank 2 ·",
                  "all up", "outvoted: parameters"):  # fmt: skip
         assert part in text
+    assert "last of all, of the newest steps: rank 2 in 100 %" in text
     rows = [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdecimal()]
     assert rows == ["2", "1", "0", "3"]
+
+
+def test_own_time_waiting_and_cost_fit_into_80_columns(directory: Path) -> None:
+    """Of each rank in one line, with what is wrong with it; no column for devices where there are none."""
+    snapshot = from_directory(directory)
+    assert [(rank.cost, rank.last) for rank in snapshot.ranks][2] == (pytest.approx(0.3), 1)
+    console = Console(file=io.StringIO(), width=80, highlight=False, markup=False, emoji=False)
+    console.print(view(snapshot, 40))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (head,) = (line for line in lines if line.startswith("rank ") and "own" in line)
+    assert head.split() == ["rank", "step", "loss", "norm", "time", "own", "wait", "cost", "host", "state"]
+    found = {line.split()[0]: line for line in lines if line.strip()[:1].isdecimal()}
+    assert found["2"].split("GiB")[0].split() == [
+        "2",
+        "4",
+        "4",
+        "1.5",
+        "0.2",
+        "s",
+        "0.19",
+        "s",
+        "10",
+        "ms",
+        "30",
+        "%",
+        "2",
+    ]
+    assert found["2"].rstrip().endswith("outvoted: parameters")
+    assert found["0"].split("GiB")[0].split() == [
+        "0",
+        "4",
+        "2",
+        "1.5",
+        "0.2",
+        "s",
+        "0.13",
+        "s",
+        "70",
+        "ms",
+        "0",
+        "%",
+        "2",
+    ]
 
 
 def test_the_endpoints_say_the_same() -> None:
@@ -101,6 +146,8 @@ def test_the_endpoints_say_the_same() -> None:
     assert [rank.step for rank in snapshot.ranks] == [4, 4, 4, 4]
     assert [rank.outvoted for rank in snapshot.ranks] == [(), (), ("parameters",), ()]
     assert snapshot.straggler == (2, pytest.approx(0.3))
+    assert [rank.cost for rank in snapshot.ranks] == pytest.approx([0, 0, 0.3, 0])
+    assert [rank.wait_seconds for rank in snapshot.ranks] == pytest.approx([0.07, 0.07, 0.01, 0.07])
     assert snapshot.incidents[0][:2] == ("RANK101", "critical")
     assert "ranks differ: parameters" in shown(snapshot)
 

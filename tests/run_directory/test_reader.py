@@ -136,6 +136,16 @@ def test_findings_of_other_ranks_are_merged_by_id(tmp_path: Path) -> None:
     assert run_files.read_findings(tmp_path) == [over, replace(second, count=2)]
 
 
+def test_a_rank_that_has_left_is_told_once(tmp_path: Path) -> None:
+    """Whoever says so after the ranks have lost each other."""
+    run_json(tmp_path)
+    left = [replace(GOOD, code="HANG503", run="r1", ranks=(0,), id=f"HANG503-{rank}.1") for rank in (1, 3)]
+    other = replace(left[1], id="HANG503-3.2", ranks=(2,))
+    _own(tmp_path, "1", left[0], replace(left[0], count=2))
+    _own(tmp_path, "3", left[1], other)
+    assert run_files.read_findings(tmp_path) == [replace(left[0], count=2), other]
+
+
 def test_findings_of_other_ranks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number and size, and a run whose name is no text has none."""
     run_json(tmp_path)

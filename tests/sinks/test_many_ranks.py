@@ -116,18 +116,44 @@ def test_counts_and_times_of_all_ranks_only_grow(job: Job) -> None:
 
 def test_the_rank_that_the_others_wait_for_is_named(job: Job) -> None:
     """Whatever phase it loses its time in, and although all steps take alike; only late steps count."""
-    usual = {"step_seconds": [1.0] * job.world, "optimizer_seconds": [0.1] * job.world}
-    job.steps(100, **usual, backward_seconds=job.values(9, 0.1, 0.5))
+    usual = {"step_seconds": [1.0] * job.world, "backward_seconds": [0.5] * job.world}
+
+    def local(slow: int) -> dict[str, list[float]]:
+        waits = job.values(slow, 0.1, 0.4)
+        return {"sync_wait_seconds": waits, "backward_local_seconds": [0.5 - wait for wait in waits]}
+
+    job.steps(100, **usual, **local(9))
     job.found()
     job.now += 60
     job.found()
     job.now += 60
-    job.steps(10, **usual, backward_seconds=job.values(150, 0.1, 0.5))
+    job.steps(10, **usual, **local(150), collective_seconds=[0.1] * job.world)
     found = job.found()
+    assert {9, 150} <= job.shown()
     assert found[EXTREMES, "mean_own_seconds", "", "max"] == 150
     assert found["ddpdebug_all_ranks_mean_own_seconds", "max"] == pytest.approx(0.8)
-    assert found["ddpdebug_all_ranks_mean_own_seconds", "p50"] == pytest.approx(0.4)
+    assert found["ddpdebug_all_ranks_mean_own_seconds", "p50"] == pytest.approx(0.5)
     assert found["ddpdebug_all_ranks_mean_phase_seconds", "backward", "max"] == pytest.approx(0.5)
+    assert found["ddpdebug_all_ranks_mean_wait_seconds", "reduction", "p50"] == pytest.approx(0.4)
+    assert found["ddpdebug_all_ranks_mean_wait_seconds", "collectives", "mean"] == pytest.approx(0.1)
+
+
+def test_what_slow_ranks_cost_is_told_of_all_and_of_the_worst(job: Job) -> None:
+    """In all so far, and of late; the one that costs most now is named, whoever has cost most before."""
+    job.steps(100, step_seconds=[1.0] * job.world, backward_seconds=job.values(9, 0.1, 0.4))
+    job.found()
+    job.now += 60
+    job.found()
+    job.now += 60
+    job.steps(10, step_seconds=[1.0] * job.world, backward_seconds=job.values(150, 0.1, 0.4))
+    found = job.found()
+    assert found["ddpdebug_all_ranks_straggler_cost_seconds", "sum"] == pytest.approx(33)
+    assert found[EXTREMES, "straggler_cost_seconds", "", "max"] == 9
+    assert found[EXTREMES, "mean_straggler_cost_seconds", "", "max"] == 150
+    assert found["ddpdebug_all_ranks_mean_straggler_cost_seconds", "sum"] == pytest.approx(0.3)
+    assert found["ddpdebug_straggler_cost_seconds_total", "150"] == pytest.approx(3)
+    job.steps(50, step_seconds=[1.0] * job.world, backward_seconds=job.values(3, 0.1, 0.1))  # all alike
+    assert job.found()["ddpdebug_all_ranks_straggler_cost_seconds", "sum"] == pytest.approx(33)
     assert 150 in job.shown()
 
 

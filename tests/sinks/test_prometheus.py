@@ -127,6 +127,44 @@ def test_a_step_shows_in_the_next_scrape(sink: PrometheusSink) -> None:
     assert {key: found.get(key) for key in expected} == expected
 
 
+def test_a_step_is_parted_into_own_time_and_waiting(sink: PrometheusSink) -> None:
+    """They add up to the step; backward is the rank's own until its last gradient, and all of it waiting if unknown."""
+    sink.write(STARTED)
+    times = {"step_seconds": 1.0, "data_seconds": 0.1, "forward_seconds": 0.2, "backward_seconds": 0.4}
+    sink.write(judged(0, **times, backward_local_seconds=0.3, sync_wait_seconds=0.1, collective_seconds=0.05))
+    sink.write(judged(1, **times))
+    sink.write(judged(2, data_seconds=7.0))  # nobody knows how long the step took
+    found = samples(sink)
+    own = {key[1]: value for key, value in found.items() if key[0] == "ddpdebug_own_seconds_total"}
+    waits = {key[1]: value for key, value in found.items() if key[0] == "ddpdebug_wait_seconds_total"}
+    assert own == pytest.approx({"data": 0.2, "forward": 0.4, "backward": 0.3, "optimizer": 0, "other": 0.55})
+    assert waits == pytest.approx({"reduction": 0.5, "collectives": 0.05})
+    assert sum(own.values()) + sum(waits.values()) == pytest.approx(found["ddpdebug_step_seconds_sum", "0"])
+    assert found["ddpdebug_phase_seconds_sum", "backward", "0"] == pytest.approx(0.8)  # as before, all of it
+
+
+def test_a_rank_costs_what_it_is_slower_than_the_next_one() -> None:
+    """In the steps in which it is last: two that are equally slow cost nothing; a rank tells of itself only."""
+    sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in (0, 1)]
+    try:
+        for step, waits in enumerate([(0.5, 0.2, 0.4), (0.2, 0.2, 0.4), (0.3, 0.4, 0.4), (math.nan, 0.1, 0.3)]):
+            rows = {
+                rank: Row(rank=rank, step=step, step_seconds=1.0 if wait == wait else math.nan,  # noqa: PLR0124
+                          backward_seconds=0.5, sync_wait_seconds=wait)
+                for rank, wait in enumerate(waits)
+            }  # fmt: skip
+            for sink in sinks:
+                sink.write(StepJudged(step=Step(step=step, optimizer=0, world=3, rows=rows)))
+        started = {r: Row(rank=r, step=4, step_seconds=9.0 + r, flags=int(Flag.FIRST)) for r in (0, 1)}
+        for sink in sinks:  # who started later is not slow
+            sink.write(StepJudged(step=Step(step=4, optimizer=0, world=3, rows=started)))
+        costs = [samples(sink)["ddpdebug_straggler_cost_seconds_total", str(i)] for i, sink in enumerate(sinks)]
+        assert costs == pytest.approx([0.1, 0.2 + 0.2])
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
 def test_every_series_names_its_run(sink: PrometheusSink) -> None:
     """One value of each per process; where nobody gave a name the id stands for it."""
     for name, shown in (("train", "train"), ("", "r1")):

@@ -155,7 +155,9 @@ def tiles(panel: Json, results: Sequence[Sequence[Series]]) -> list[Shown]:
     for target, series in zip(panel["targets"], results, strict=True):
         for labels, points in series:
             known = [value for _, value in points if not math.isnan(value)]
-            found.append(display(config_of(panel, name_of(target, labels)), known[-1] if known else None))
+            shown = display(config_of(panel, name_of(target, labels)), known[-1] if known else None)
+            name = {"value": "", "value_and_name": f"{name_of(target, labels)}: "}[panel["options"]["textMode"]]
+            found.append(Shown(name + shown.text, shown.color))
     return found or [display(panel["fieldConfig"]["defaults"], None)]
 
 

@@ -1,4 +1,4 @@
-"""Seven situations as real jobs served them to a scraper, with the moments of the scrapes, and their recorder.
+"""Eight situations as real jobs served them to a scraper, with the moments of the scrapes, and their recorder.
 
 `python tests/support/situations.py [NAME...]` runs the jobs again, two at a time, and writes their files in
 `tests/monitoring/situations/`: after a change of the metrics, or of what they say. A file is JSON, compressed by xz: a
@@ -35,6 +35,7 @@ SITUATIONS = {
     "ended": (60, 110),
     "hung": (400, 100),
     "waiting": (400, 100),
+    "slow": (400, 100),
 }
 _INTERVAL = 5.0
 
@@ -142,7 +143,7 @@ def record(name: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         words = [sys.executable, "-m", "ddpdebug", "run", "--nproc-per-node", "4", "--quiet"]
-        words += [] if name == "healthy" else ["--every-step"]
+        words += [] if name in {"healthy", "slow"} else ["--every-step"]
         words += ["--name", name, "--sd-dir", str(folder / "targets"), "--out", str(folder / "run")]
         words += [str(MONITORING / "scripts" / "situation.py"), name, str(training)]
         with (folder / "log").open("wb") as log:

@@ -11,6 +11,7 @@ A job is {"script", "args", "ranks", "cwd", "timeout"}; a script without a folde
 - "inject": Python source per rank that runs before ddpdebug does
 - "patient": at its end a rank waits long for the others, which a busy machine may keep from running
 - "meets": a rank that destroys its process group waits until the ranks have met
+- "stays": ranks that do not end by themselves; the job is over once all others have
 - "events": [[what to wait for: a text in the rank's output, or seconds; rank; signal], ...] in this order
 - "teardown": let the interpreter tear itself down at the end, where gloo may abort; by default that is skipped
 Its result is one {"status", "out", "err", "seconds", "left"} per rank; `left` tells of processes that outlived it.
@@ -199,9 +200,9 @@ def run(job: dict[str, Any], enough: Callable[[], bool] = lambda: False) -> list
         results: dict[int, dict[str, Any]] = {}
         events = _Events(job.get("events", []), folder, pids)
         while len(results) < len(pids):
-            late = time.monotonic() - started > job["timeout"]
-            over = late or enough()
             running = pids.keys() - results.keys()
+            late = time.monotonic() - started > job["timeout"]
+            over = late or enough() or running <= {*job.get("stays", ())}
             if over:
                 _kill([pids[rank] for rank in running], ask=late)
             for rank in running:

@@ -20,6 +20,7 @@ from tools.dashboards.parts import (
     linked,
     listing,
     states,
+    stragglers_cost,
     tile,
     worded,
 )
@@ -83,15 +84,11 @@ def _state_tiles(made: Board) -> None:
         "last; Memory says when it will be full.",
     )
     made.add(
-        tile(
-            q.verdict(q.of_run("run:ddpdebug_straggler:ratio")),
-            unit="percentunit",
-            steps=((None, GOOD), (0.1, WARN)),
-            missing="no steps",
-        ),
-        "Slowest rank",
-        "How much longer the slowest rank works than the median one before the others can go on, as a share of the "
-        "step: what the run would gain without it. Above 10 %: open Ranks and stragglers.",
+        stragglers_cost(),
+        "What stragglers cost",
+        "By how much the steps of the last 5 minutes would have been shorter without the rank that costs most: the "
+        "name below is that rank. Somebody is last in every step, so that a healthy run has a few percent too. Above "
+        "10 %: open Ranks and stragglers.",
     )
     made.add(
         tile(
@@ -227,12 +224,20 @@ def _training(made: Board) -> None:
         "Norm of the reduced gradients before clipping, without the loss scale. After the reduction all ranks must "
         "have the same: two lines that part are unsynchronised gradients. A jump by orders of magnitude: see Numerics.",
     )
-    phases = f"max by (phase) ({q.chosen('run_phase:ddpdebug_phase_seconds:mean2m')})"
+    phases, waits = "run_phase:ddpdebug_phase_seconds:mean2m", "run_kind:ddpdebug_wait_seconds:mean2m"
+    backward, reduction = q.of_run(phases, 'phase="backward"'), q.of_run(waits, 'kind="reduction"')
+    others = q.chosen(phases, 'phase!="backward"')
+    own = [
+        (f"max by (phase) ({others})", "{{phase}}"),
+        (f"clamp_min({backward} - {reduction}, 0)", "backward"),
+        (f"sum({q.chosen(waits)})", "waiting"),
+    ]
     made.add(
-        lines([(phases, "{{phase}}")], unit="s", stacked=True),
-        "Step time by phase",
-        "Mean over the ranks. Backward contains the wait for the slowest rank: see Ranks and stragglers. A growing "
-        "data part is a loader that cannot keep up; other is what lies between the phases: augmentation, copies, logs.",
+        lines(own, unit="s", stacked=True),
+        "Step time, own and waiting",
+        "Mean over the ranks. Yellow is waiting for others and the reduction itself; the rest is a rank's own time, "
+        "backward until its last gradient. A growing data part is a loader that cannot keep up; other is what lies "
+        "between the phases: augmentation, copies, logs. Much waiting: see Ranks and stragglers.",
     )
     differing = f"max by (what) ({q.chosen('run_what:ddpdebug_ranks_disagreeing:max')})"
     made.add(

@@ -31,6 +31,7 @@ _LINE_COLORS = {
     "backward": NEUTRAL,
     "optimizer": WORSE,
     "other": OVER,
+    "waiting": WARN,
     "critical": BAD,
     "error": WORSE,
     "warning": WARN,
@@ -294,6 +295,20 @@ def tile(
     return _panel("stat", [target], {**defaults, **_coloured(steps)}, options)
 
 
+def named(panel: Panel, name: str, instead: str) -> Panel:
+    """Let a tile say whose value it shows, by a name with labels in it; where it has none, what a query says instead.
+
+    Args:
+        instead: a query of what has no labels, such as how a run ended.
+    """
+    (target,) = panel["targets"]
+    target["legendFormat"] = name
+    query = f"({instead}) unless on () ({target['expr']})"
+    panel["targets"].append({**_target(query, "the run", 1, instant=True), "format": "time_series"})
+    panel["options"]["textMode"] = "value_and_name"
+    return panel
+
+
 def graded(queries: Sequence[tuple[str, str, str]], *, unit: str, missing: str, words: Words = ()) -> Panel:
     """Return a tile of the one query that has a value now, in that query's colour.
 
@@ -308,6 +323,17 @@ def graded(queries: Sequence[tuple[str, str, str]], *, unit: str, missing: str, 
     for _, name, color in queries:
         _override(panel, name, _fixed(color))
     return panel
+
+
+def stragglers_cost() -> Panel:
+    """Return the tile of what the rank that costs most costs, by its name."""
+    panel = tile(
+        q.worst_rank("run_rank:ddpdebug_straggler_cost:worst5m"),
+        unit="percentunit",
+        steps=((None, GOOD), (0.1, WARN)),
+        missing="not known yet",
+    )
+    return named(panel, "rank {{rank}}", q.END)
 
 
 def lines(
@@ -343,7 +369,7 @@ def lines(
     panel = _panel("timeseries", targets, defaults, options)
     named = [name for _, name in queries]
     if "{{phase}}" in named:
-        named = ["data", "forward", "backward", "optimizer", "other"]
+        named += ["data", "forward", "optimizer", "other"]
     elif "{{severity}}" in named:
         named = [str(name) for name, _, _ in SEVERITIES]
     for name in named:

@@ -43,13 +43,6 @@ def rate(name: str, *matchers: str) -> str:
     return f"rate({chosen(name, *matchers)}[$__rate_interval])"
 
 
-def phase_seconds(phases: str) -> str:
-    """Return the mean time per step of phases (a regular expression) of the chosen ranks."""
-    total = rate("ddpdebug_phase_seconds_sum", RANKS, f'phase=~"{phases}"')
-    count = rate("ddpdebug_phase_seconds_count", RANKS, 'phase="forward"')
-    return f"sum by (rank) ({total}) / max by (rank) ({count})"
-
-
 def spread(name: str, *matchers: str) -> list[tuple[str, str]]:
     """Return (query, name) of the bounds and the middle of a gauge by rank: legible for any number of ranks."""
     values = by_rank(name, *matchers)
@@ -65,10 +58,17 @@ def worst(count: int, expression: str) -> str:
     return f"topk({count}, {expression})"
 
 
+def worst_rank(name: str) -> str:
+    """Return the largest of what is recorded for a rank of the chosen run, with the rank as its label."""
+    return f"topk(1, max by (rank) ({chosen(name)}))"
+
+
 #: The run's state (parts.RUN_STATES) when the time range ends, also of a run that ended in it.
 STATE = f"max({last(chosen('run:ddpdebug_run_state:max'))})"
+
+END = f"(-1 - {STATE})"
 
 
 def verdict(expression: str) -> str:
     """Return the value, or how the run ended where there is none: below zero, so that no value can be meant."""
-    return f"({expression}) or (-1 - {STATE})"
+    return f"({expression}) or {END}"

@@ -14,12 +14,17 @@ from tools.dashboards.parts import (
     lines,
     listing,
     states,
+    stragglers_cost,
     tile,
     worded,
 )
 
-#: What a rank does before it waits for the others: what makes a straggler.
-_OWN = "data|forward|other"
+#: Mean own time per step of each of the chosen ranks: what makes a straggler.
+_STEPS = f"max by (rank) ({q.rate('ddpdebug_step_seconds_count', q.RANKS)})"
+_OWN = f"sum by (rank) ({q.rate('ddpdebug_own_seconds_total', q.RANKS)}) / {_STEPS}"
+_LENGTH = f"max by (rank) ({q.rate('ddpdebug_step_seconds_sum', q.RANKS)})"
+_WAITS_FOR_DATA = q.rate("ddpdebug_phase_seconds_sum", q.RANKS, 'phase="data"')
+_DATA = f"max by (rank) ({_WAITS_FOR_DATA}) / {_LENGTH}"
 
 
 def board() -> Board:
@@ -27,10 +32,17 @@ def board() -> Board:
     made = Board(
         "ddpdebug-ranks",
         "Ranks and stragglers",
-        "The slowest rank sets the pace: DDP's backward ends for nobody before it has ended for everybody. Own work "
-        "is the time outside that wait: data, forward, and what lies between the phases.",
+        "The slowest rank sets the pace: DDP's backward ends for nobody before it has ended for everybody. Own time "
+        "is the step without that wait: data, forward, backward until the rank's last gradient, optimizer, and what "
+        "lies between.",
     )
     made.size(6, 5)
+    made.add(
+        stragglers_cost(),
+        "What stragglers cost",
+        "By how much the steps of the last 5 minutes would have been shorter without the rank that costs most, which "
+        "is the name below. Two ranks that are equally slow cost nothing each: the tile beside this one shows them.",
+    )
     made.add(
         tile(
             q.verdict(q.of_run("run:ddpdebug_straggler:ratio")),
@@ -39,8 +51,19 @@ def board() -> Board:
             missing="no steps",
         ),
         "Slowest rank above the median",
-        "What the slowest rank works longer than the median one, as a share of the step: what could be gained by "
-        "repairing it. The alert DdpdebugStraggler fires from 10 % on.",
+        "By how much the slowest rank's own time is longer than the median one's, as a share of the step. The alert "
+        "DdpdebugStraggler fires from 10 % on.",
+    )
+    made.add(
+        tile(
+            q.verdict(q.of_run("run:ddpdebug_data:ratio5m")),
+            unit="percentunit",
+            steps=((None, GOOD), (0.2, WARN)),
+            missing="no steps",
+        ),
+        "Waiting for data",
+        "The share of its step that the median rank waits for its loader. Above 20 % the run is input-bound: more "
+        "workers, cheaper samples or faster storage would make it shorter; SLOW602 says which.",
     )
     made.add(
         tile(
@@ -53,13 +76,32 @@ def board() -> Board:
         "How far the ranks are apart at one moment, as they tell each other. More than one or two: ranks that do not "
         "step together, as with uneven shards (RANK112).",
     )
-    own = q.phase_seconds(_OWN)
+    made.size(12, 8)
+    waits = f"sum by (rank) ({q.rate('ddpdebug_wait_seconds_total', q.RANKS)}) / {_STEPS}"
     made.add(
-        lines([(f"max({own})", "highest rank"), (f"quantile(0.5, {own})", "median rank")], unit="s"),
-        "Own work per step",
-        "Data, forward and what lies between of the slowest and the median rank. The gap is what all others wait in "
-        "every step.",
-        width=12,
+        lines(
+            [
+                (f"max({_OWN})", "highest rank"),
+                (f"quantile(0.5, {_OWN})", "median rank"),
+                (f"quantile(0.5, {waits})", "waiting"),
+            ],
+            unit="s",
+        ),
+        "Own time per step",
+        "Of the slowest and the median rank, and how long the median rank waits for others. Slow ranks make the gap "
+        "and the waiting; waiting without a gap is the reduction itself.",
+    )
+    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / {_LENGTH}"
+    made.add(
+        lines(
+            [(q.worst(5, cost), "rank {{rank}}"), (q.of_run("run:ddpdebug_straggler_cost:ratio5m"), "all ranks")],
+            unit="percentunit",
+            missing="no steps in this time range",
+        ),
+        "What slow ranks cost over time",
+        "By how much the steps would have been shorter without each rank, the five that cost most, as a share of the "
+        "step. One line near that of all ranks is a straggler. Many small ones, by turns, are noise or batches of "
+        "uneven length: that costs too, and no single rank is to blame.",
     )
     _missing(made)
     _who(made)
@@ -129,20 +171,20 @@ def _table() -> Panel:
 def _who(made: Board) -> None:
     made.row("Who")
     made.add(
-        lines([(q.worst(5, q.phase_seconds(_OWN)), "rank {{rank}}")], unit="s", missing="no steps in this time range"),
+        lines([(q.worst(5, _OWN), "rank {{rank}}")], unit="s", missing="no steps in this time range"),
         "Slowest ranks",
-        "The five ranks with the most own work. Always the same: its node, its GPU's clock, its shard. Taking turns: "
+        "The five ranks with the most own time. Always the same: its node, its GPU's clock, its shard. Taking turns: "
         "batches of uneven length.",
     )
     made.add(
         lines(
-            [(q.worst(5, q.phase_seconds("data")), "rank {{rank}}")],
-            unit="s",
+            [(q.worst(5, _DATA), "rank {{rank}}"), (f"quantile(0.5, {_DATA})", "median rank")],
+            unit="percentunit",
             missing="no steps in this time range",
         ),
-        "Longest wait for data",
-        "The five ranks that wait longest for their loader. More than a few percent of the step: more workers, or "
-        "faster storage.",
+        "Share of the step that waits for data",
+        "The five ranks that wait longest for their loader, and the median one. All of them from 20 % on: the run is "
+        "input-bound, and needs more workers, cheaper samples or faster storage. A few only: their share of the data.",
     )
     buckets = q.chosen("ddpdebug_step_seconds_bucket", q.RANKS)
     made.add(

@@ -154,6 +154,11 @@ def is_victims(reason: str) -> bool:
     return code_of(reason) in _OF_VICTIMS
 
 
+def is_by_loss(reason: str) -> bool:
+    """Tell whether a rank ends because another one's connection is closed."""
+    return code_of(reason) == _LOSS
+
+
 def _prose(entry: Entry) -> str:
     def bullets(items: Iterable[str]) -> str:
         return "\n".join(f"    - {item}" for item in items)
@@ -165,8 +170,9 @@ def _prose(entry: Entry) -> str:
 
 
 #: What ranks end with whose peer has gone, or does not answer: the cause lies elsewhere.
-_OF_VICTIMS = ("FAIL1022", "FAIL1023", "FAIL1024")
-_BASES = {"FAIL1024": DepartureError}
+_LOSS = "FAIL1024"
+_OF_VICTIMS = ("FAIL1022", "FAIL1023", _LOSS)
+_BASES = {_LOSS: DepartureError}
 _KNOWN = {"step": 4, "raised_in": 5, "location": "train.py:40", "phase": "forward", "named": ["fc.weight"]}
 
 

@@ -39,7 +39,8 @@ class StuckRank(HangRule):
     It was not accused by the clock: nothing moved in it for seconds (no frame, no processor time, no data), or its
     interpreter gives no sign of life and the kernel shows why. A rank that works is never named, however long it takes;
     as a warning it is, where the others wait ten times longer than ever before in this run, and a minute at least; or
-    where code in C keeps its interpreter for 15 s or more, which is critical after a minute.
+    where code in C keeps its interpreter for 15 s or more, which is critical after a minute, and in a regular
+    expression that does not come to an end after 8 s.
 
     Impact: all devices idle until the process group's timeout ends the job, if it does.
 
@@ -55,7 +56,8 @@ class StuckRank(HangRule):
     - a device or link failure, or a kernel that does not end
     - a deadlock between threads, or two communicators used in different orders
     - somebody is asked: `input()`, a debugger's prompt, a breakpoint that was left in
-    - the process was stopped from outside, or code in C holds the interpreter's lock
+    - the process was stopped from outside, or code in C holds the interpreter's lock: a regular expression with a
+      repetition inside of another, such as `(a+)+$`, may try more ways to match than there is time for
 
     Remedy:
     - Move work for one rank away from the collectives, or give it a barrier on a group with a longer

@@ -1,7 +1,8 @@
-"""The time of a step by cause: waiting for data, copies between host and device, many small operations.
+"""The time of a step by cause: its own time, waiting for data, copies between host and device, small operations.
 
 Measured on copies and on this machine, with nothing else of the training running: a paragraph with numbers, no verdict
-on how fast it ought to be.
+on how fast it ought to be. Waiting for other ranks is no part of it, which a run alone shows (SLOW601). The words are
+those of a run: `share` is the share of a step that waits for data, as in SLOW602.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.detectors.slow.slow602_input_bound import InputBound
 from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.nested import tensors_in
 from ddpdebug.preflight.capture.copies import copied
@@ -33,9 +35,9 @@ SECONDS = 5.0
 SMALL = 20e-6
 #: A step is said to be made of small operations when these take half of its time.
 SMALL_SHARE = 0.5
-#: From this share on, waiting for data is worth a warning; below 10 ms a step it is the loader's own overhead, which a
-#: model of a useful size hides.
-WAIT_SHARE, LEAST_WAIT = 0.3, 0.01
+#: From the share of a step on of which a run is warned, waiting for data is worth a warning; below 10 ms it is the
+#: loader's own overhead, which a model of a useful size hides.
+WAIT_SHARE, LEAST_WAIT = InputBound.input_share.value, 0.01
 _STEPS, _WARM_UP = 12, 2
 _BATCHES = 24
 _SHOWN = 8
@@ -169,23 +171,28 @@ class _Counter(internals.OperationMode):
 def _verdict(step: float, counts: Counts, data: float | None, workers: int) -> Check:
     total = sum(counts.seconds) or 1e-12
     small = sum(counts.small) / total
-    wait = None if data is None else _wait(step, data, workers)
-    slow = data is not None and wait is not None and wait > WAIT_SHARE and data > LEAST_WAIT
+    wait = 0.0 if data is None else max(0.0, data - step) if workers else data  # workers load meanwhile
+    share = None if data is None else wait / (step + wait)
+    slow = share is not None and share >= WAIT_SHARE and wait >= LEAST_WAIT
     actions: list[str] = []
-    if slow:
-        actions.append("give the DataLoader workers, or more of them; look at what a sample costs")
+    if slow and workers:
+        actions.append(f"more than {counted(workers, 'worker')}, or less work for each sample")
+    elif slow:
+        actions.append("num_workers is 0: give the DataLoader workers, which load while the model computes")
     if small > SMALL_SHARE:
         actions.append(
             "larger batches, a fused optimizer or torch.compile: most of the time is spent on small operations"
         )
     return Check(
         Status.WARN if slow else Status.INFO,
-        "; ".join([_computing(step, counts, small), _waiting(data, wait, workers), _moving(counts)]),
+        "; ".join([_computing(step, counts, small), _waiting(data, share, workers), _moving(counts)]),
         code="SLOW602" if slow else "",
         evidence={
-            "step_seconds": step,
+            "share": share,
             "data_seconds": data,
-            "data_wait_share": wait,
+            "model_seconds": step,
+            "step_seconds": None if data is None else step + wait,
+            "workers": workers,
             "operations": len(counts.seconds),
             "median_operation_seconds": median(counts.seconds) if counts.seconds else None,
             "small_operations": len(counts.small),
@@ -201,29 +208,24 @@ def _verdict(step: float, counts: Counts, data: float | None, workers: int) -> C
 
 def _computing(step: float, counts: Counts, small: float) -> str:
     many = len(counts.seconds)
-    words = f"a step takes {_time(step)} and runs {counted(many, 'operation')}"
+    words = f"the own time of a step is {_time(step)}: it runs {counted(many, 'operation')}"
     if not many:
         return words
     shares = f"{_percent(len(counts.small) / many)} of them under {_time(SMALL)}, with {_percent(small)} of their time"
     return f"{words}, the middle one {_time(median(counts.seconds))}, {shares}"
 
 
-def _waiting(data: float | None, wait: float | None, workers: int) -> str:
-    if data is None or wait is None:
+def _waiting(data: float | None, share: float | None, workers: int) -> str:
+    if data is None or share is None:
         return "the input pipeline could not be started again: its share is not known"
     kind = f"{counted(workers, 'worker')} ahead of the step" if workers else "no workers, the step waits"
-    return f"its data takes {_time(data)} ({kind}), {_percent(wait)} of the time is waiting"
+    return f"its data takes {_time(data)} ({kind}), {_percent(share)} of each step waits for data"
 
 
 def _moving(counts: Counts) -> str:
     copies = f"{counts.copies} {'copy' if counts.copies == 1 else 'copies'} between host and device"
     size = f" ({number(counts.copied_bytes / 2**20, 3)} MiB)" if counts.copies else ""
     return f"{copies}{size}, {counted(counts.reads, 'value')} read into Python"
-
-
-def _wait(step: float, data: float, workers: int) -> float:
-    """Return the share of the time in which nothing is trained: workers make the next batch meanwhile."""
-    return max(0.0, data - step) / max(data, step) if workers else data / (data + step)
 
 
 def _percent(share: float) -> str:

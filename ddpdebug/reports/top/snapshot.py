@@ -17,6 +17,7 @@ from ddpdebug.progress.boxes import ELSEWHERE, read_ranks
 from ddpdebug.progress.waits import judge
 from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
 from ddpdebug.run_directory.segments import segment_paths
+from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
@@ -45,7 +46,10 @@ class RankView:
     norm: float = math.nan
     step_seconds: float = math.nan
     mean_seconds: float = math.nan  # of the steps that `own_seconds` is the mean of
-    own_seconds: float = math.nan  # of these, what is neither backward nor optimizer: before it waits for the others
+    own_seconds: float = math.nan  # of these, what it did not wait for others
+    wait_seconds: float = math.nan  # ... and what it did
+    cost: float = math.nan  # share of the time of its steps that they would have been shorter without it
+    last: float = math.nan  # share of the steps in which it was the slowest
     host: float = math.nan
     device: float = math.nan
     outvoted: tuple[str, ...] = ()
@@ -85,6 +89,11 @@ class Snapshot:
         return (slowest, (own[slowest] - median(own.values())) / median(steps)) if steps else None
 
     @property
+    def lasts(self) -> list[RankView]:
+        """Return the ranks that were last in a step, those that were it most often first."""
+        return sorted((view for view in self.ranks if view.last > 0), key=lambda view: (-view.last, view.rank))
+
+    @property
     def undecided(self) -> tuple[str, ...]:
         """Return what the ranks differ in without anybody being able to tell which are right."""
         voters = sum(view.step is not None for view in self.ranks)
@@ -108,9 +117,13 @@ def from_directory(directory: Path) -> Snapshot:
     views = {rank: RankView(rank=rank) for rank in range(world)} if world <= 4096 else {}
     differing: dict[str, int] = {}
     voted: dict[str, frozenset[int]] = {}
+    costs: dict[int, list[float]] = {}
     for (optimizer, reached), found in steps.items():
-        for what, ranks in dissenters(Step(step=reached, optimizer=optimizer, world=world, rows=found)).items():
+        step = Step(step=reached, optimizer=optimizer, world=world, rows=found)
+        for what, ranks in dissenters(step).items():
             voted[what], differing[what] = ranks, len(ranks)
+        for rank, cost in pace.costs(pace.own_times(step)).items():
+            costs.setdefault(rank, []).append(cost)
         for rank, row in found.items():
             _take(views.setdefault(rank, RankView(rank=rank)), row)
     for rank, view in views.items():
@@ -118,6 +131,9 @@ def from_directory(directory: Path) -> Snapshot:
         if timed:
             view.own_seconds = fmean(row.own_seconds for row in timed)
             view.mean_seconds = fmean(row.step_seconds for row in timed)
+            view.wait_seconds = view.mean_seconds - view.own_seconds
+        if (known := costs.get(rank)) and view.mean_seconds > 0:
+            view.cost, view.last = fmean(known) / view.mean_seconds, fmean(map(bool, known))
         view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
         view.ended = str(outcomes.get(rank, {}).get("reason") or "")
         view.age = age if view.step is not None else math.nan
@@ -241,6 +257,14 @@ def _fetch(url: str) -> str:
         return str(answer.read(_MAX_BYTES).decode("utf-8", "replace"))
 
 
+#: What is known of a rank's steps since the run began: their number, their time, and what that was made of.
+_SUMMED = (
+    "step_seconds_count",
+    "step_seconds_sum",
+    "own_seconds_total",
+    "wait_seconds_total",
+    "straggler_cost_seconds_total",
+)
 _GAUGES = {"loss": "loss", "grad_norm": "norm", "host_memory_bytes": "host"}
 
 
@@ -251,7 +275,7 @@ class _Gathered:
         self.views: dict[int, RankView] = {}
         self.differing: dict[str, int] = {}
         self.incidents: dict[tuple[str, str, str], float] = {}
-        self.sums: dict[tuple[int, str, str], float] = {}
+        self.sums: dict[tuple[int, str], float] = {}  # over other labels
         self.world, self.overhead = 0, math.nan
         self.off: set[str] = set()
         self.waiting: dict[str, Any] = {}
@@ -275,18 +299,18 @@ class _Gathered:
             case "incident_timestamp_seconds":
                 told = f"ranks {labels.get('culprits', '')} · {labels.get('subject', '')}"
                 self.incidents[labels.get("code", ""), labels.get("severity", ""), told] = value
-            case "phase_seconds_sum" | "phase_seconds_count" | "step_seconds_sum" | "step_seconds_count":
-                self.sums[rank, name, labels.get("phase", "")] = value
+            case _ if name in _SUMMED:
+                self.sums[rank, name] = self.sums.get((rank, name), 0.0) + value
             case _ if name in _OF_A_RANK:
                 _heed(self.views.setdefault(rank, RankView(rank=rank)), name, labels, value)
 
     def snapshot(self, title: str) -> Snapshot:
         """Return what was gathered."""
         for rank, view in self.views.items():
-            counted = self.sums.get((rank, "step_seconds_count", "")) or math.nan
-            view.step_seconds = view.mean_seconds = self.sums.get((rank, "step_seconds_sum", ""), 0) / counted
-            own = sum(self.sums.get((rank, "phase_seconds_sum", phase), 0) for phase in ("data", "forward", "other"))
-            view.own_seconds = own / counted
+            count, seconds, own, wait, cost = (self.sums.get((rank, name), math.nan) for name in _SUMMED)
+            count, seconds = count or math.nan, seconds or math.nan
+            view.step_seconds = view.mean_seconds = seconds / count
+            view.own_seconds, view.wait_seconds, view.cost = own / count, wait / count, cost / seconds
         return Snapshot(
             title=title,
             world=self.world,

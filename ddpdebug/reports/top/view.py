@@ -14,14 +14,16 @@ from ddpdebug.sinks.text import clean, number, percent
 
 _GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yellow", "dim"
 _STALE_SECONDS = 120
-_SLOW = 0.2
+_SLOW = 0.1
+_LASTS = 3
 
 
 def view(snapshot: Snapshot, height: int) -> RenderableType:
     """Return verdicts, ranks and the newest findings in at most `height` lines; the ill ranks come first."""
     incidents = snapshot.incidents[:5]
     waiting = len(snapshot.waits) or bool(snapshot.waiting)
-    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage) - waiting)
+    last = ", ".join(f"rank {rank.rank} in {_share(rank.last)}" for rank in snapshot.lasts[:_LASTS])
+    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage) - waiting - bool(last))
     shown = sorted(snapshot.ranks, key=_health)[:room]
     parts: list[RenderableType] = [Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold"), _verdicts(snapshot)]
     if snapshot.waiting:
@@ -29,6 +31,8 @@ def view(snapshot: Snapshot, height: int) -> RenderableType:
     if snapshot.unchecked:
         parts.append(Text(clean(snapshot.unchecked, 400), _WARN))
     parts += [Text(clean(words, 300), _WARN) for words in snapshot.waits]
+    if last:
+        parts.append(Text(f"last of all, of the newest steps: {last}", _DIM))
     parts.append(_ranks(snapshot, shown))
     if (hidden := len(snapshot.ranks) - len(shown)) > 0:
         parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))
@@ -80,8 +84,10 @@ def _tile(good: str, bad: str, fine: bool, *, known: bool = True) -> tuple[str, 
 
 
 def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "step", "loss", "grad norm", "step time", "own work", "host", "device"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    device = any(rank.device > 0 for rank in snapshot.ranks)
+    names = ["rank", "step", "loss", "norm", "time", "own", "wait", "cost", "host", *(["device"] if device else [])]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state")
     slow = snapshot.straggler
@@ -94,11 +100,17 @@ def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
             _number(rank.norm),
             _seconds(rank.step_seconds),
             Text(_seconds(rank.own_seconds), _WARN if late else ""),
+            _seconds(rank.wait_seconds),
+            Text(_share(rank.cost), _WARN if rank.cost >= _SLOW else ""),
             _bytes(rank.host),
-            _bytes(rank.device),
+            *([_bytes(rank.device)] if device else []),
         ]
         table.add_row(*cells, _state(rank, snapshot.undecided))
     return table
+
+
+def _share(value: float) -> str:
+    return "" if math.isnan(value) else "<1 %" if 0 < value < 0.01 else f"{100 * value:.0f} %"
 
 
 def _state(rank: RankView, undecided: Collection[str]) -> Text:

@@ -27,9 +27,10 @@ from prometheus_client.registry import Collector
 
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import Row
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.sinks import (
     Covered,
@@ -72,7 +73,7 @@ from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint,
 from ddpdebug.sinks.text import ENDED, clean
 
 #: Series of a rank at most, a GPU's included: before it has found anything, and with everything found.
-SERIES, SERIES_WITH_FINDINGS = 110, 165
+SERIES, SERIES_WITH_FINDINGS = 118, 173
 #: Series at most where one rank speaks for so many that it shows aggregates and a few of them; one for each rank more.
 SERIES_OF_ALL = 2500
 #: So many codes are counted apart, further ones together as `other`.
@@ -235,17 +236,22 @@ class PrometheusSink(Collector):
         now = self._clock()
         step = record.step
         self._pace.learn(step)
+        costs = (
+            {} if step.any(Flag.FIRST) else pace.costs(pace.own_times(step))
+        )  # that has the start of the script in it
         if self._everyone:
             used = {node: self._used(step.rows, ranks) for node, ranks in self._peers.items()}
             for rank, row in step.rows.items():
                 if (state := self._ranks.get(rank)) is None:
                     state = self._ranks[rank] = RankState()
-                state.add(row, now, self._pace.bounds, host_bytes=used.get(self._nodes.get(rank, ""), 0))
+                host = used.get(self._nodes.get(rank, ""), 0)
+                state.add(row, now, self._pace.bounds, host_bytes=host, cost=costs.get(rank, 0.0))
             for rank, state in self._ranks.items():
                 state.up = rank in step.everyone
         elif (own := step.rows.get(self._rank)) is not None:
             peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
-            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=self._used(step.rows, peers))
+            host, cost = self._used(step.rows, peers), costs.get(self._rank, 0.0)
+            self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=host, cost=cost)
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)
@@ -392,7 +398,7 @@ class PrometheusSink(Collector):
             r: row.device_reserved_bytes / row.device_limit_bytes for r, row in rows.items() if row.device_limit_bytes
         }
         host = {r: row.host_private_bytes + row.workers_bytes for r, row in rows.items()}
-        chosen = self._shown.choose(now, len(ranks), ill, [self._recent.own(), device, host])
+        chosen = self._shown.choose(now, len(ranks), ill, [self._recent.costs, self._recent.own, device, host])
         return ManyRanks({self._rank, *chosen}, self._recent)
 
     def _page(self, share: float) -> App:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ddpdebug.sinks.prometheus.metrics import PHASES, EachRank, RankState
+from ddpdebug.sinks.prometheus.metrics import PHASES, WAITS, EachRank, RankState
 
 #: Up to so many ranks each one is exported.
 EVERY_RANK = 64
@@ -42,6 +42,9 @@ class _Past:
         self.step_seconds = 0.0 if state is None else state.step_seconds
         self.phase_seconds = [0.0] * len(PHASES) if state is None else state.phase_seconds.copy()
         self.phase_counts = [0] * len(PHASES) if state is None else state.phase_counts.copy()
+        self.own_seconds = [0.0] * len(PHASES) if state is None else state.own_seconds.copy()
+        self.wait_seconds = [0.0] * len(WAITS) if state is None else state.wait_seconds.copy()
+        self.cost_seconds = 0.0 if state is None else state.cost_seconds
         self.nonfinite = {} if state is None else state.nonfinite.copy()
 
 
@@ -52,6 +55,9 @@ class Recent:
         self._pasts: deque[tuple[float, dict[int, _Past]]] = deque([(-math.inf, {})], maxlen=2)
         self.steps: dict[int, float] = {}
         self.phases: dict[int, dict[str, float]] = {}
+        self.own: dict[int, float] = {}
+        self.waits: dict[int, dict[str, float]] = {}
+        self.costs: dict[int, float] = {}
         self.nonfinite: dict[str, set[int]] = {}
 
     def look(self, ranks: Mapping[int, RankState], now: float) -> None:
@@ -60,10 +66,16 @@ class Recent:
             self._pasts.append((now, {rank: _Past(state) for rank, state in ranks.items()}))
         then, nothing = self._pasts[0][1], _Past()
         self.steps, self.phases, self.nonfinite = {}, {}, {}
+        self.own, self.waits, self.costs = {}, {}, {}
         for rank, state in ranks.items():
             past = then.get(rank, nothing)
             if (count := state.step_count - past.steps) > 0:
                 self.steps[rank] = (state.step_seconds - past.step_seconds) / count
+                self.own[rank] = (sum(state.own_seconds) - sum(past.own_seconds)) / count
+                self.waits[rank] = {
+                    kind: (state.wait_seconds[i] - past.wait_seconds[i]) / count for i, kind in enumerate(WAITS)
+                }
+                self.costs[rank] = (state.cost_seconds - past.cost_seconds) / count
             self.phases[rank] = {
                 phase: (state.phase_seconds[i] - past.phase_seconds[i]) / count
                 for i, phase in enumerate(PHASES)
@@ -72,15 +84,6 @@ class Recent:
             for what, count in state.nonfinite.items():
                 if count > past.nonfinite.get(what, 0):
                     self.nonfinite.setdefault(what, set()).add(rank)
-
-    def own(self) -> dict[int, float]:
-        """Return the time of each rank's step that is its own: without backward, where it waits, and optimizer."""
-        found = {}
-        for rank, seconds in self.steps.items():
-            phases = self.phases[rank]
-            if "backward" in phases:
-                found[rank] = max(0.0, seconds - phases["backward"] - phases.get("optimizer", 0.0))
-        return found
 
 
 class Shown:
@@ -193,14 +196,13 @@ class ManyRanks(EachRank):
         text = "Mean time of a step in the last minute or two."
         yield self._over("mean_step_seconds", text, _by_rank(self._recent.steps))
         text = "Mean time of a phase of the steps of the last minute or two."
-        phases = [
-            ((str(r), phase), value) for r, found in self._recent.phases.items() for phase, value in found.items()
-        ]
-        yield self._over("mean_phase_seconds", text, phases, ("phase",))
-        text = (
-            "Mean time of a step without backward and optimizer in the last minute or two: others wait for the largest."
-        )
-        yield self._over("mean_own_seconds", text, _by_rank(self._recent.own()))
+        yield self._over("mean_phase_seconds", text, _by_label(self._recent.phases), ("phase",))
+        text = "Mean time of a step in the last minute or two that was the rank's own: others wait for the largest."
+        yield self._over("mean_own_seconds", text, _by_rank(self._recent.own))
+        text = "Mean time of a step in the last minute or two in which the rank waited for others."
+        yield self._over("mean_wait_seconds", text, _by_label(self._recent.waits), ("kind",))
+        text = "Mean time by which the rank made a step longer in the last minute or two; the sum is that of all ranks."
+        yield self._over("mean_straggler_cost_seconds", text, _by_rank(self._recent.costs))
         yield self._extremes
 
     def _both(
@@ -242,3 +244,7 @@ class ManyRanks(EachRank):
 
 def _by_rank(values: Mapping[int, float]) -> list[tuple[Sequence[str], float]]:
     return [((str(rank),), value) for rank, value in values.items()]
+
+
+def _by_label(values: Mapping[int, Mapping[str, float]]) -> list[tuple[Sequence[str], float]]:
+    return [((str(rank), label), value) for rank, found in values.items() for label, value in found.items()]

@@ -41,6 +41,8 @@ _POWERS = (*range(-3, 7), 10, 16, 26)
 #: The usual step is the median of so many, after the first ones; of fewer once these have taken so many seconds.
 _FIRST_STEPS, _USUAL_STEPS, _FEW_STEPS, _LONG = 2, 16, 4, 60.0
 PHASES = ("data", "forward", "backward", "optimizer", "other")
+#: What a rank waits in: DDP's reduction after its own last gradient, and other collectives.
+WAITS = ("reduction", "collectives")
 #: Memory is going to be full where the minima of so many blocks in a row have risen, each rise at least this share of
 #: the mean one, and all by so many bytes and this share of what is used; a block has so many seconds and steps.
 _BLOCKS, _STEADY, _GROWN, _GROWN_SHARE = 6, 0.3, 8 << 20, 0.002
@@ -213,6 +215,9 @@ class RankState:
         self.step_seconds = 0.0
         self.phase_seconds = [0.0] * len(PHASES)
         self.phase_counts = [0] * len(PHASES)
+        self.own_seconds = [0.0] * len(PHASES)
+        self.wait_seconds = [0.0] * len(WAITS)
+        self.cost_seconds = 0.0
         self.steps = self.checked = self.skipped = self.clipped = self.unsynced = self.guarded = 0
         self.nonfinite = dict.fromkeys(NONFINITE, 0)
         self.filling = {"host": Filling(), "device": Filling()}
@@ -221,12 +226,15 @@ class RankState:
         self.local_rank = ""
         self.gpu = ""
 
-    def add(self, row: Row, now: float, bounds: tuple[float, ...] = (), *, host_bytes: int = 0) -> None:
+    def add(
+        self, row: Row, now: float, bounds: tuple[float, ...] = (), *, host_bytes: int = 0, cost: float = 0.0
+    ) -> None:
         """Take one row; called once per rank and step.
 
         Args:
             bounds: of the step-time histogram, once they are known.
             host_bytes: what all ranks use that share this one's limit.
+            cost: seconds by which the rank made the step longer.
         """
         self.newest, self.seen = row, now
         self.filling["host"].add(now, host_bytes, row.host_limit_bytes)
@@ -251,6 +259,7 @@ class RankState:
                 self.phase_counts[i] += 1
         if row.step_seconds >= 0:
             self._time(row.step_seconds, bounds)
+            self._share(row, cost)
 
     def _time(self, seconds: float, bounds: tuple[float, ...]) -> None:
         self.step_count += 1
@@ -262,6 +271,15 @@ class RankState:
                 buckets[bisect_left(bounds, each)] += 1
             self._early.clear()
             self.bounds, self.buckets = bounds, buckets
+
+    def _share(self, row: Row, cost: float) -> None:
+        """Share the time of a step between what was the rank's own and what it waited for others."""
+        for i, seconds in enumerate(row.own_phases.values()):
+            self.own_seconds[i] += seconds
+        collectives = row.collective_seconds if row.collective_seconds > 0 else 0.0
+        self.wait_seconds[0] += row.wait_seconds - collectives
+        self.wait_seconds[1] += collectives
+        self.cost_seconds += cost
 
     def _count(self, flags: int) -> None:
         self.checked += bool(flags & _CHECKED)
@@ -491,7 +509,7 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
     steps: list[tuple[Sequence[str], float]] = []
     times: list[tuple[Sequence[str], float]] = []
     for finding, seconds in incidents:
-        subject = clean(finding.subject[0], 120) if finding.subject else ""
+        subject = clean(finding.subject[0] if finding.subject else finding.phase or "", 120)
         culprits = culprits_text(finding).partition(" ")[2] if finding.ranks else ""
         where = clean(finding.location or "", 160)
         labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits, where)
@@ -597,7 +615,10 @@ def _event_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
 def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     text = "Time from step to step; the buckets are chosen about the run's usual step."
     steps = HistogramMetricFamily("ddpdebug_step_seconds", text, labels=("rank",))
-    text = "Time of the phases of a step; data is the wait for the loader, other what is in no other phase."
+    text = (
+        "Time of the phases of a step; data is the wait for the loader, other what is in no other phase and no"
+        " collective. Backward has the wait for other ranks in it: ddpdebug_own_seconds_total is without."
+    )
     phases = SummaryMetricFamily("ddpdebug_phase_seconds", text, labels=("rank", "phase"))
     for rank, state in ranks:
         if not of.shows(rank):
@@ -613,6 +634,25 @@ def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
             phases.add_metric([rank, phase], state.phase_counts[i], state.phase_seconds[i])
     yield steps
     yield phases
+    text = (
+        "Time of the steps that was the rank's own, by phase; backward until its last gradient. With"
+        " ddpdebug_wait_seconds_total this is ddpdebug_step_seconds_sum."
+    )
+    shown = [(rank, state) for rank, state in ranks if of.shows(rank)]  # of all ranks there are means
+    own = (((rank, phase), s.own_seconds[i]) for rank, s in shown for i, phase in enumerate(PHASES))
+    yield _counter("ddpdebug_own_seconds", text, own, "phase")
+    text = (
+        "Time of the steps in which the rank waited for others or exchanged data with them: in DDP's reduction after"
+        " its own last gradient (all of backward where that is not known), and in other collectives."
+    )
+    waits = (((rank, kind), s.wait_seconds[i]) for rank, s in shown for i, kind in enumerate(WAITS))
+    yield _counter("ddpdebug_wait_seconds", text, waits, "kind")
+    text = (
+        "Seconds by which the rank made steps longer: its own time above the next slowest rank's, summed over the"
+        " steps but the first in which it was last. Somebody is last in every step, so noise costs something in a"
+        " healthy run too: read it as a share of ddpdebug_step_seconds_sum, beside the other ranks'."
+    )
+    yield from of.counter("ddpdebug_straggler_cost_seconds", text, (((rank,), s.cost_seconds) for rank, s in ranks))
 
 
 def _memory_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 KIND, RANK, STEP, SECONDS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 #: Of the process group, in seconds.
 TIMEOUT = float(sys.argv[5]) if len(sys.argv) > 5 else 120.0
+PATTERN = re.compile(r"(a+)+$")
 #: After which a rank is killed from outside: by then it has been seen where it stands.
 KILL_SECONDS = 1.5
 
@@ -190,6 +191,8 @@ def stop(rank, groups, model):  # noqa: C901, PLR0911, PLR0912, PLR0915
         ctypes.PyDLL(None).sleep(int(SECONDS))  # stops
     elif KIND == "regex" and here:
         re.match(r"(a+)+$", "a" * 40 + "b")  # stops
+    elif KIND == "pattern" and here:
+        PATTERN.search("a" * 40 + "b")  # stops
     elif KIND == "operation":
         tensor = torch.ones(8)
         if here:

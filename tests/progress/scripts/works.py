@@ -11,6 +11,7 @@ import importlib
 import os
 import pickle
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -115,6 +116,15 @@ def hold_the_lock():
         sum(range(150_000_000))
 
 
+def find_much():
+    """Looks for something in a long text, in one call that keeps the interpreter's lock."""
+    text, pattern = "some words " * 100_000, re.compile(r"\w+ \w+ 1")
+    began = time.thread_time()
+    pattern.findall(text)
+    text *= int(SECONDS / (time.thread_time() - began))
+    pattern.findall(text)
+
+
 def compile_much():
     """Traces many graphs on one rank."""
     end, number = time.monotonic() + SECONDS, 0
@@ -168,6 +178,8 @@ def act(rank, model):
         download()
     elif KIND == "in_c" and here:
         hold_the_lock()
+    elif KIND == "finds" and here:
+        find_much()
     elif KIND == "subprocess" and here:
         subprocess.run([sys.executable, "-c", BUSY], check=True)
     elif KIND == "shell" and here:  # the one that works is a child of the child

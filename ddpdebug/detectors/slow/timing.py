@@ -1,0 +1,269 @@
+"""What the rules about speed read: the ranks' times, step by step and in blocks of steps. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddpdebug.detectors.examples import step_at
+from ddpdebug.detectors.kinds import Detector, Fields, Step, Threshold
+from ddpdebug.schema.pace import PHASES, median_without
+from ddpdebug.schema.row import Flag
+
+#: Ranks wait for each other in other places than those that are measured, or need not do the same.
+_APART = Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.GUARD_SKIPPED | Flag.LAST_STATE
+#: A median over more ranks than these costs time and says no more.
+_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A step's times, or those of several in a row added up: a number for each rank, in the order of `ranks`.
+
+    Args:
+        step: the first.
+        count: of steps.
+        seconds: from the end of the step before to the end of the last one, of the median rank.
+        times: the phases of `Row.own_phases`, and `own`, `wait`, `cpu`, `gc`, `overhead` and `elements`.
+    """
+
+    step: int
+    count: int
+    ranks: tuple[int, ...]
+    seconds: float
+    times: dict[str, array[float]]
+
+    @cached_property
+    def _sorted(self) -> dict[str, array[float]]:
+        return {}
+
+    def _ordered(self, name: str) -> array[float]:
+        if name not in self._sorted:
+            self._sorted[name] = array("d", sorted(self.times[name]))
+        return self._sorted[name]
+
+    def behind(self, place: int) -> float:
+        """How much longer a rank's own time is than the median of the others', without what ddpdebug takes of that."""
+        return self.behind_in("own", place) - max(0.0, self.behind_in("overhead", place))
+
+    def behind_in(self, name: str, place: int) -> float:
+        """The same for one kind of time."""
+        value = self.times[name][place]
+        return value - median_without(self._ordered(name), value)
+
+    def last(self) -> int:
+        """The place of the rank that took longest."""
+        own = self.times["own"]
+        return own.index(max(own))
+
+    def cost(self) -> float:
+        """What the step would have been shorter with the others' median in the last rank's place (`pace.costs`)."""
+        ordered = self._ordered("own")
+        return ordered[-1] - ordered[-2]
+
+    def usual(self, name: str) -> float:
+        """What the median rank took; of two the faster one, since the other may be slow."""
+        values = self.times[name]
+        return statistics.median_low(values[:: 1 + len(values) // _RANKS])
+
+
+def timing_of(step: Step) -> Timing | None:
+    """Return a step's times; None where they are not known, or ranks may differ."""
+    if "timing" not in step.memo:
+        step.memo["timing"] = _timing(step)
+    found: Timing | None = step.memo["timing"]
+    return found
+
+
+def _timing(step: Step) -> Timing | None:
+    columns = step.columns
+    whole = columns["step_seconds"]
+    if len(whole) < step.world or not all(map(math.isfinite, whole)) or step.any(_APART):
+        return None
+    phases = [_known(columns[f"{phase}_seconds"]) for phase in ("data", "forward", "backward_local", "optimizer")]
+    if sharded := step.any(Flag.SHARDED_STATE):  # shards differ in size, and their owners send them round
+        phases[-1] = [0.0] * len(whole)
+    syncs, collectives = columns["sync_wait_seconds"], columns["collective_seconds"]
+    waits = [a if a >= 0 else b for a, b in zip(syncs, _known(columns["backward_seconds"]), strict=True)]
+    sums = [a + b + c + d for a, b, c, d in zip(*phases, strict=True)]
+    # where nobody measures collectives the rest of a step may be waiting for others: it is nobody's own then
+    if sharded or not all(map(math.isfinite, collectives)):
+        rest = [0.0] * len(whole)
+    else:
+        waits = [a + b for a, b in zip(waits, collectives, strict=True)]
+        rest = [max(0.0, a - b - c) for a, b, c in zip(whole, waits, sums, strict=True)]
+    own = [a + b for a, b in zip(sums, rest, strict=True)]
+    kept: dict[str, Sequence[float]] = {"own": own, "wait": waits, **dict(zip(PHASES, (*phases, rest), strict=True))}
+    cpu, gc, overhead = (_known(columns[f"{name}_seconds"]) for name in ("cpu", "gc", "overhead"))
+    kept |= {"cpu": cpu, "gc": gc, "overhead": overhead}
+    elements = columns["input_elements"]
+    kept["elements"] = elements if all(elements) else columns["batch_elements"]
+    times = {name: array("d", values) for name, values in kept.items()}
+    seconds = statistics.median_low(whole)
+    return Timing(step=step.step, count=1, ranks=tuple(step.rows), seconds=seconds, times=times)
+
+
+def _known(seconds: Iterable[float]) -> list[float]:
+    return [value if value >= 0 else 0.0 for value in seconds]
+
+
+def added(timings: Sequence[Timing]) -> Timing:
+    """Return the sum of the times of steps in a row."""
+    first = timings[0]
+    if len(timings) == 1:
+        return first
+    times = {
+        name: array("d", map(math.fsum, zip(*(one.times[name] for one in timings), strict=True)))
+        for name in first.times
+    }
+    seconds = math.fsum(one.seconds for one in timings)
+    return Timing(step=first.step, count=len(timings), ranks=first.ranks, seconds=seconds, times=times)
+
+
+def middle(values: Iterable[float]) -> float:
+    """Return the median; 0 of nothing."""
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+class PaceRule(Detector):
+    """A rule that reads the ranks' times in windows of blocks of steps."""
+
+    keeps_newest = True
+    pace_warm_up = Threshold(
+        8,
+        "first steps, which are not looked at",
+        source="chosen: allocations, lazy imports and the first buckets of DDP are over by then",
+    )
+    pace_block = Threshold(
+        0.03,
+        "seconds that steps are added up to before they are compared: shorter ones say more about the scheduler",
+        source="chosen: a scheduler's time slice is 3 to 10 ms; steps of GPUs mostly take longer than this",
+    )
+
+    def __init__(self, config: Fields | None = None) -> None:
+        super().__init__(config)
+        self._seen: dict[int, int] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        self._part: dict[int, list[Timing]] = {}
+
+    def block(self, optimizer: int, timing: Timing) -> Timing | None:
+        """Add a step; return the block that it completes."""
+        part = self._part.setdefault(optimizer, [])
+        part.append(timing)
+        if math.fsum(one.seconds for one in part) < self.pace_block:
+            return None
+        self._part[optimizer] = []
+        return added(part)
+
+    def timing(self, step: Step) -> Timing | None:
+        """The times of a step that counts."""
+        timing = timing_of(step)
+        if timing is None:
+            return None
+        seen = self._seen[step.optimizer] = self._seen.get(step.optimizer, 0) + 1
+        if self._ranks.setdefault(step.optimizer, timing.ranks) != timing.ranks:
+            return None
+        return timing if seen > self.pace_warm_up else None
+
+
+class Window:
+    """The newest blocks of an optimizer; to be looked at again each time that a quarter of them is new.
+
+    Half of them are enough for a beginning.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._blocks: deque[Timing] = deque(maxlen=size)
+        self._least, self._every = size // 2, size // 4
+        self._fresh = 0
+
+    def add(self, block: Timing) -> list[Timing] | None:
+        """Add a block; return all of them where it is time to look."""
+        self._blocks.append(block)
+        self._fresh += 1
+        if len(self._blocks) < self._least or self._fresh < self._every:
+            return None
+        self._fresh = 0
+        return list(self._blocks)
+
+
+def per_step(blocks: Sequence[Timing], seconds: Iterable[float]) -> float:
+    """Return the median over blocks of what each has, for one step."""
+    return middle(value / block.count for value, block in zip(seconds, blocks, strict=True))
+
+
+def main_phase(behind: Fields, share: float) -> str:
+    """Return the phase that makes up so much of all of a difference, `mixed` where none does."""
+    name = max(PHASES, key=lambda phase: behind[phase])
+    return name if behind[name] >= share * math.fsum(behind[phase] for phase in PHASES) else "mixed"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people: "40 ms", "3.1 minutes"."""
+    for unit, size in (("hours", 3600), ("minutes", 60), ("s", 1)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{1000 * seconds:.0f} ms"
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+#: A healthy rank's step, seconds; waiting for the others is what is left of it.
+USUAL = {"data": 0.004, "forward": 0.02, "backward": 0.03, "optimizer": 0.004, "wait": 0.008}
+
+
+def job(
+    count: int,
+    *,
+    world: int = 4,
+    more: Callable[[int, int, str], float] = lambda step, rank, phase: 0.0,
+    noise: float = 0.05,
+    fields: Callable[[int, int], Fields] = lambda step, rank: {},
+) -> tuple[Step, ...]:
+    """Return the steps of ranks that wait for each other.
+
+    Args:
+        more: (step, rank, phase) -> seconds beyond what is usual.
+        noise: as a share, made up and the same in every run.
+        fields: (step, rank) -> fields of its row that differ from the rest.
+    """
+    return tuple(step_at(number, world=world, odd=_rows(number, world, more, noise, fields)) for number in range(count))
+
+
+def _rows(
+    number: int,
+    world: int,
+    more: Callable[[int, int, str], float],
+    noise: float,
+    fields: Callable[[int, int], Fields],
+) -> dict[int, Fields]:
+    times: dict[int, dict[str, float]] = {}
+    for rank in range(world):
+        rough = 1 + noise * (math.sin(12.9898 * (number * world + rank) + 1.3) * 43758.5453 % 2 - 1)
+        times[rank] = {phase: usual * rough + more(number, rank, phase) for phase, usual in USUAL.items()}
+        times[rank]["other"] = more(number, rank, "other")
+    own = {rank: sum(seconds for phase, seconds in found.items() if phase != "wait") for rank, found in times.items()}
+    rows: dict[int, Fields] = {}
+    for rank, found in times.items():
+        wait = found["wait"] + max(own.values()) - own[rank]
+        rows[rank] = {
+            "step_seconds": own[rank] + wait,
+            "data_seconds": found["data"],
+            "forward_seconds": found["forward"],
+            "backward_seconds": found["backward"] + wait,
+            "backward_local_seconds": found["backward"],
+            "sync_wait_seconds": wait,
+            "optimizer_seconds": found["optimizer"],
+            "collective_seconds": 0.0,
+            "cpu_seconds": 0.05,
+            "overhead_seconds": 0.001,
+            "batch_elements": 1000,
+            **fields(number, rank),
+        }
+    return rows

@@ -1,0 +1,288 @@
+"""The phases of a step as a CUDA device has them: its own events, recorded where the host's times are taken.
+
+A host that launches work returns before the device has done it, so its times say little of a device's. Events go into
+the current stream at the beginning and the end of each phase, without waiting for it, and the background thread reads
+them as it makes the row. What is between the event after the last gradient of a rank's own and the one after backward
+is the reduction that nothing hides, and waiting for others. While a CUDA graph is captured nothing is recorded and
+nothing is asked, since either would spoil the capture.
+
+Tested with events that are made by hand: nothing of this has run on CUDA yet.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import training_events as events
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.gradient_hooks import GradientHooks
+from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus
+
+#: For which a row waits for its step's events, and how often it asks, in seconds.
+_PATIENCE, _PAUSE = 2.0, 0.001
+_PHASES = ("forward_seconds", "backward_seconds", "backward_local_seconds", "sync_wait_seconds", "optimizer_seconds")
+_COPY, _AWAY = "copy_seconds", "collective_seconds"
+
+
+class DeviceEvent(Protocol):
+    """A `torch.cuda.Event` that takes the time."""
+
+    def record(self) -> None:
+        """Be reached by what the current stream does next."""
+
+    def query(self) -> bool:
+        """Tell whether it has been reached."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Return the milliseconds from here to another one."""
+
+
+class Device:
+    """The events of one device, used again and again, and whether it may be asked.
+
+    Args:
+        make: returns a new event.
+        is_capturing: tells whether the current stream of this thread is captured.
+    """
+
+    def __init__(self, make: Callable[[], DeviceEvent], is_capturing: Callable[[], bool]) -> None:
+        self._make, self._is_capturing = make, is_capturing
+        self._free: list[DeviceEvent] = []
+        self._captures = 0
+        self._asking = threading.Lock()
+
+    def mark(self) -> DeviceEvent | None:
+        """Record an event; None during a capture."""
+        if self._captures or self._is_capturing():
+            return None
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        return event
+
+    def capture(self, change: int) -> None:
+        """Note that a capture begins or ends, in whatever thread; one that begins waits until nobody asks."""
+        with self._asking:
+            self._captures = max(0, self._captures + change)
+
+    def wait_for(self, marks: list[DeviceEvent]) -> bool:
+        """Return whether all events have been reached in time; only off the hot path."""
+        until = time.monotonic() + _PATIENCE
+        while True:
+            with self._asking:
+                if not self._captures and all(mark.query() for mark in marks):
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(_PAUSE)
+
+    def between(self, first: DeviceEvent, second: DeviceEvent) -> float:
+        """Return the seconds between two events that have been reached; NaN during a capture."""
+        with self._asking:
+            return math.nan if self._captures else first.elapsed_time(second) / 1e3
+
+    def take_back(self, marks: list[DeviceEvent]) -> None:
+        """Keep events for later, which have been reached: one that is recorded again before that would tell nothing."""
+        self._free += marks
+
+
+@dataclass(slots=True)
+class _Span:
+    """A stretch of the stream; None where a capture came in between."""
+
+    column: str
+    first: DeviceEvent | None
+    second: DeviceEvent | None = None
+    within: str | None = None  # a phase that does not have its time
+
+
+@dataclass(slots=True)
+class DeviceTimes(Part, key="probe:device-times"):
+    """The phases of one step on the device; they take the places of the host's."""
+
+    device: Device | None = None
+    spans: list[_Span] = field(default_factory=list)
+
+    def columns(self, _: StepRecord) -> dict[str, Any]:
+        """Return the times, NaN where the device has not come so far within two seconds."""
+        device, spans = self.device, self.spans
+        if device is None or not spans:
+            return {}
+        marks = list(
+            {id(mark): mark for span in spans for mark in (span.first, span.second) if mark is not None}.values()
+        )
+        if any(span.first is None or span.second is None for span in spans) or not device.wait_for(marks):
+            return dict.fromkeys((*_PHASES, _AWAY, _COPY), math.nan)
+        found = dict.fromkeys((*_PHASES, _AWAY), 0.0)
+        for span in spans:
+            assert span.first is not None
+            assert span.second is not None
+            seconds = device.between(span.first, span.second)
+            found[span.column] = found.get(span.column, 0.0) + seconds
+            if span.within is not None:
+                found[span.within] -= seconds
+                if span.within == "backward_seconds":
+                    found["backward_local_seconds"] -= seconds
+        device.take_back(marks)
+        return found
+
+    def let_go(self) -> None:
+        """Drop the events."""
+        self.spans = []
+
+
+class DeviceClock:
+    """Records the events of the followed thread's steps, from the first step on in which a DDP is on a CUDA device.
+
+    Args:
+        hooks: see the gradients.
+        make: makes the events of the device; None where there is none to be timed.
+    """
+
+    def __init__(
+        self, bus: Bus, state: StepState, guard: Guard, hooks: GradientHooks, make: Callable[[], Device | None]
+    ) -> None:
+        self._state, self._guard, self._hooks, self._make = state, guard, hooks, make
+        self._device: Device | None = None
+        self._open: list[_Span] = []
+        self._spans: list[_Span] = []
+        self._last: DeviceEvent | None = None  # after the newest gradient of this backward
+        self._arrivals, self._expected = 0, 0
+        guard.when_cut(self._cut)
+        guard.when_off("probe:device-times", self._stop)
+        bus.on("probe:device-times", events.ForwardBegan, self._forward_began)
+        bus.on("probe:device-times", events.ForwardPrepared, self._prepared)
+        bus.on("probe:device-times", events.ForwardEnded, self._forward_ended)
+        bus.on("probe:device-times", events.ForwardFailed, self._forward_failed)
+        bus.on("probe:device-times", events.BackwardBegan, self._backward_began)
+        bus.on("probe:device-times", events.BackwardEnded, self._backward_ended)
+        bus.on("probe:device-times", events.StepBegan, self._step_began)
+        bus.on("probe:device-times", events.StepEnded, self._step_ended)
+        bus.on("probe:device-times", events.StepClosing, self._close)
+
+    def _begin(self) -> None:
+        """Record from here on."""
+        self._hooks.tell(self._arrived)
+        self._state.clock.tell(self._away)
+        graph, patch = torch.cuda.CUDAGraph, entries_of(self._guard).patch
+        begins = [("probe:device-times", self._capture_begins)]
+        ends = [("probe:device-times", self._capture_ends)]
+        why = "that nobody asks a device about events while a CUDA graph is captured"
+        patch(graph, "capture_begin", why, before=begins, failed=ends)
+        patch(graph, "capture_end", why, after=ends, failed=ends)
+
+    def _stop(self) -> None:
+        self._hooks.tell(None)
+        self._state.clock.tell(None)
+
+    def _capture_begins(self, *_: Any, **__: Any) -> None:
+        if self._device is not None:
+            self._device.capture(1)
+
+    def _capture_ends(self, *_: Any, **__: Any) -> None:
+        if self._device is not None:
+            self._device.capture(-1)
+
+    def _cut(self) -> None:
+        self._open, self._spans, self._last = [], [], None
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, column: str) -> None:
+        assert self._device is not None
+        self._open.append(_Span(column, self._device.mark()))
+
+    def _leave(self, column: str) -> None:
+        if self._device is None or not self._open or self._open[-1].column != column:
+            return
+        span = self._open.pop()
+        span.second = self._device.mark()
+        if self._open and column != _COPY:
+            span.within = self._open[-1].column
+        self._spans.append(span)
+
+    def _away(self, away: bool) -> None:  # noqa: FBT001 - the one thing that is told
+        (self._enter if away else self._leave)(_AWAY)
+
+    def _forward_began(self, event: events.ForwardBegan) -> None:
+        if self._device is None or not torch.is_grad_enabled():
+            return
+        away = bool(self._open) and self._open[-1].column == _AWAY  # buffers are broadcast: that began before
+        kept = [self._open.pop()] if away else []
+        self._enter("forward_seconds")
+        self._open += kept
+        if not away and event.ddp.device_ids and any(tensor.device.type == "cpu" for tensor in event.tensors()):
+            self._enter(_COPY)
+
+    def _prepared(self, _: events.ForwardPrepared) -> None:
+        self._leave(_COPY)
+
+    def _forward_ended(self, _: events.ForwardEnded) -> None:
+        if torch.is_grad_enabled():
+            self._leave("forward_seconds")
+
+    def _forward_failed(self, _: events.ForwardFailed) -> None:
+        self._open.clear()
+
+    def _backward_began(self, _: events.BackwardBegan) -> None:
+        if self._device is not None and self._state.in_backward == 1:
+            self._arrivals, self._last = 0, None
+            self._enter("backward_seconds")
+
+    def _arrived(self) -> None:
+        """Record the last gradient: the one that the reduced backward before had as its last, and any further one."""
+        self._arrivals += 1
+        if self._arrivals >= self._expected > 0:
+            self._guard.run("probe:device-times", self._mark_last)
+
+    def _mark_last(self) -> None:
+        assert self._device is not None
+        if self._last is None:
+            self._last = self._device.mark()
+        else:
+            self._last.record()
+
+    def _backward_ended(self, _: events.BackwardEnded) -> None:
+        if self._state.in_backward != 1 or not self._open or self._open[-1].column != "backward_seconds":
+            return
+        whole = self._open[-1]
+        self._leave("backward_seconds")
+        last = whole.second
+        if any(wrapper.armed and wrapper.arrived for wrapper in self._state.wrappers):  # it has reduced them
+            last, self._expected = self._last, self._arrivals
+        self._spans += [
+            _Span("backward_local_seconds", whole.first, last),
+            _Span("sync_wait_seconds", last, whole.second),
+        ]
+
+    def _step_began(self, _: events.StepBegan) -> None:
+        if self._device is not None and not self._state.in_backward:
+            self._enter("optimizer_seconds")
+
+    def _step_ended(self, _: events.StepEnded) -> None:
+        if not self._state.in_backward:
+            self._leave("optimizer_seconds")
+
+    def _close(self, event: events.StepClosing) -> None:
+        if self._device is not None:
+            event.record.parts[DeviceTimes] = DeviceTimes(self._device, self._spans)
+            self._cut()
+        elif (device := self._make()) is not None:
+            self._device = device
+            self._begin()
+
+
+def cuda_device() -> Device | None:
+    """Return the current CUDA device, None as long as nothing in this process uses one."""
+    if not torch.cuda.is_initialized():
+        return None
+    return Device(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)

@@ -1,0 +1,195 @@
+"""The rules about speed, with literals beyond their own examples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from rule_examples import judge
+
+from ddpdebug.detectors.slow.slow601_straggler import Straggler
+from ddpdebug.detectors.slow.slow602_input_bound import InputBound
+from ddpdebug.detectors.slow.slow603_slowdown_over_time import SlowdownOverTime
+from ddpdebug.detectors.slow.timing import job, timing_of
+from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.pace import PHASES, behind, costs, own_times
+from ddpdebug.schema.row import Flag
+from ddpdebug.schema.step import Step
+
+
+def told(steps: tuple[Step, ...], *rules: type, loaders: tuple[Loader, ...] = ()) -> list[Finding]:
+    """Return the findings as they are at the end of a run."""
+    diagnosis = Diagnosis(world=steps[0].world, detectors=[rule() for rule in rules or (Straggler,)])
+    for number, loader in enumerate(loaders):
+        diagnosis.tell(f"loader:{number}", 0, loader)
+    found: dict[str | None, Finding] = {}
+    for step in steps:
+        diagnosis.feed(step)
+        found |= {finding.id: finding for finding, _ in diagnosis.tick()}
+    return list((found | {finding.id: finding for finding, _ in diagnosis.finish()}).values())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_phase_and_cost_of_a_slow_rank(world: int, phase: str) -> None:
+    """What it costs is the sum of the what-if costs, and its share that of the step."""
+    steps = job(200, world=world, more=lambda step, rank, p: 0.02 * (rank == 1 and p == phase and step >= 60))
+    (finding,) = told(steps)
+    assert (finding.ranks, finding.phase) == ((1,), phase)
+    assert finding.step == pytest.approx(60, abs=2)
+    counted = [costs(own_times(step)) for step in steps[8:]]
+    assert finding.evidence["cost_seconds"] == pytest.approx(math.fsum(one[1] for one in counted), abs=1e-3)
+    assert finding.evidence["share"] == pytest.approx(0.2, abs=0.06)
+    assert finding.evidence["behind_seconds"] == pytest.approx(0.02, abs=0.003)
+
+
+def test_times_are_those_of_the_rows() -> None:
+    """The rules compute for all ranks at once what the rows say of each."""
+    for step in job(3, noise=0.3):
+        timing = timing_of(step)
+        assert timing is not None
+        own = own_times(step)
+        assert list(timing.times["own"]) == pytest.approx(list(own.values()))
+        assert list(timing.times["wait"]) == pytest.approx([row.wait_seconds for row in step.rows.values()])
+        late = [timing.behind_in("own", place) for place in range(4)]
+        assert late == pytest.approx(list(behind(own).values()))
+        assert timing.cost() == pytest.approx(max(costs(own).values()))
+        for phase in PHASES:
+            assert list(timing.times[phase]) == pytest.approx([row.own_phases[phase] for row in step.rows.values()])
+
+
+def test_the_ranks_of_a_slow_node_are_named_together() -> None:
+    """Each of them is the last one now and then; half of the ranks are no exception."""
+    for slow, named in (({2, 3}, [(2, 3)]), ({0, 1, 2, 3, 4}, [])):
+        steps = job(160, world=8, more=lambda step, rank, p, s=slow: 0.02 * (rank in s and p == "backward"))
+        assert [finding.ranks for finding in told(steps)] == named
+
+
+@pytest.mark.parametrize("flag", [Flag.IN_JOIN, Flag.LOCAL_ONLY])
+def test_ranks_that_need_not_go_together_are_not_compared(flag: Flag) -> None:
+    """They do not wait for each other in each step."""
+    fields = {"flags": int(flag)}
+    steps = job(160, more=lambda step, rank, p: 0.03 * (rank == 1 and p == "forward"), fields=lambda *_: fields)
+    assert told(steps) == []
+
+
+def test_an_owner_of_a_larger_shard_is_not_slow() -> None:
+    """With a sharded optimizer state the optimizer's time is a rank's own on purpose."""
+
+    def sharded(phase: str) -> tuple[Step, ...]:
+        fields = {"flags": int(Flag.SHARDED_STATE)}
+        return job(160, more=lambda step, rank, p: 0.03 * (rank == 1 and p == phase), fields=lambda *_: fields)
+
+    assert told(sharded("optimizer")) == []
+    assert [finding.phase for finding in told(sharded("forward"))] == ["forward"]
+
+
+def test_short_steps_are_added_up() -> None:
+    """What steps of 2 ms show in a hundred of them is noise of the scheduler; in 3,000 of them it is not."""
+    steps = tuple(
+        replace(step, rows={rank: _shortened(row) for rank, row in step.rows.items()})
+        for step in job(3000, more=lambda step, rank, p: 0.02 * (rank == 3 and p == "data"))
+    )
+    assert judge(Straggler, steps[:500]) == []
+    assert {finding.ranks for finding in judge(Straggler, steps)} == {(3,)}
+
+
+def _shortened(row):
+    names = [name for name in row._fields if name.endswith("_seconds")]
+    return row._replace(**{name: 0.03 * getattr(row, name) for name in names})
+
+
+def test_a_collector_that_takes_the_time_is_named() -> None:
+    """Also where it runs in each step."""
+    steps = job(
+        160,
+        more=lambda step, rank, p: 0.02 * (rank == 0 and p == "forward"),
+        fields=lambda step, rank: {"gc_seconds": 0.019 * (rank == 0)},
+    )
+    (finding,) = told(steps)
+    assert finding.evidence["gc_seconds"] == pytest.approx(0.019)
+
+
+def test_a_rhythm_survives_a_pause_by_chance() -> None:
+    """One of them between the others; pauses without a rhythm are nobody's."""
+
+    def pausing(at: set[int]) -> list[Finding]:
+        return told(job(300, more=lambda step, rank, p: 0.4 * (rank == 0 and p == "other" and step in at)))
+
+    (finding,) = pausing({*range(20, 300, 20), 170})
+    assert (finding.phase, finding.severity, finding.ranks) == ("pauses", Severity.INFO, (0,))
+    assert finding.evidence["every_steps"] == 20
+    assert finding.evidence["pause_seconds"] == pytest.approx(0.4, abs=0.02)
+    assert pausing({20, 33, 71, 90, 128, 140, 181, 188, 230, 290}) == []
+
+
+def test_more_elements_that_do_not_explain_a_delay_are_no_excuse() -> None:
+    """A rank with a tenth more elements is not slow by half a step for them."""
+    steps = job(
+        160,
+        more=lambda step, rank, p: 0.04 * (rank == 2 and p == "forward"),
+        fields=lambda step, rank: {"batch_elements": 1000 + 100 * (rank == 2)},
+    )
+    assert [(finding.phase, finding.severity) for finding in told(steps)] == [("forward", Severity.WARNING)]
+
+
+@pytest.mark.parametrize(
+    "loader, word",
+    [
+        (Loader(workers=0, location="train.py:9"), "num_workers is 0"),
+        (Loader(workers=2, location="train.py:9"), "the 2 workers do not keep up"),
+        (Loader(workers=2, persistent=False, iterations=3, location="train.py:9"), "persistent_workers=True"),
+    ],
+)
+def test_how_the_loader_is_set_up_says_what_helps(loader: Loader, word: str) -> None:
+    """Its line is the finding's."""
+    steps = job(120, world=2, more=lambda step, rank, p: 0.03 * (p == "data"))
+    (finding,) = told(steps, InputBound, loaders=(loader, Loader(workers=7)))
+    assert finding.location == "train.py:9"
+    assert finding.evidence["loader"]["workers"] == loader.workers
+    assert any(text.startswith(word) for text in finding.evidence["helps"])
+
+
+def test_one_slow_loader_is_not_everyones() -> None:
+    """That rank is a straggler, in its loader."""
+    steps = job(160, more=lambda step, rank, p: 0.04 * (rank == 1 and p == "data"))
+    assert [(f.code, f.phase) for f in told(steps, InputBound, Straggler)] == [("SLOW601", "data")]
+
+
+def test_a_slow_rank_is_no_regression() -> None:
+    """The pace is that of the median rank, of two that of the faster one."""
+    for world in (2, 4):
+        steps = job(520, world=world, more=lambda step, rank, p: 0.03 * (rank == 1 and p == "forward" and step > 300))
+        assert [finding.code for finding in told(steps, Straggler, SlowdownOverTime)] == ["SLOW601"]
+
+
+def test_a_regression_says_when_and_by_how_much() -> None:
+    """And a machine that is slower is information, told apart from it."""
+    steps = job(520, more=lambda step, rank, p: 0.03 * (p == "optimizer" and step >= 300))
+    (finding,) = told(steps, SlowdownOverTime)
+    assert (finding.phase, finding.severity) == ("optimizer", Severity.WARNING)
+    assert finding.step == pytest.approx(300, abs=2)
+    assert finding.evidence["ratio"] == pytest.approx(96 / 66, abs=0.03)
+    usual = {"data": 0.004, "forward": 0.02, "backward": 0.03, "optimizer": 0.004, "wait": 0.008}
+    steps = job(700, more=lambda step, rank, p: 0.4 * usual.get(p, 0.0) * (step >= 300))
+    (finding,) = told(steps, SlowdownOverTime)
+    assert finding.severity is Severity.INFO
+    assert "machine" in finding.evidence
+    computing = job(
+        700,
+        more=lambda step, rank, p: 0.4 * usual.get(p, 0.0) * (step >= 300),
+        fields=lambda step, rank: {"cpu_seconds": 0.05 + 0.026 * (step >= 300)},
+    )
+    assert [finding.severity for finding in told(computing, SlowdownOverTime)] == [Severity.WARNING]
+
+
+def test_the_evidence_of_an_incident_is_the_newest() -> None:
+    """What a rank has cost grows until the end."""
+    steps = job(400, more=lambda step, rank, p: 0.02 * (rank == 2 and p == "forward"))
+    (early,), (late,) = told(steps[:110]), told(steps)
+    assert early.id == late.id
+    assert late.evidence["cost_seconds"] > 3 * early.evidence["cost_seconds"]
+    assert late.evidence["steps"] == 392

@@ -1,0 +1,220 @@
+"""A device's phases take the places of the host's, by events that are made by hand: this has not run on CUDA."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug.instrument.probes import Probes
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import device_times
+from ddpdebug.probes.device_times import Device, DeviceClock
+from ddpdebug.probes.record import StepRecord, encode_row
+from ddpdebug.schema.row import Row, decode
+
+#: What an event counts by, so that each phase has a length of its own.
+TICKS = {"forward": 1.0, "between": 10.0, "first": 100.0, "last": 1000.0, "reduced": 1e4, "step": 1e5, "buffers": 1e6}
+
+
+class Stream:
+    """A device's stream: how far it is, whether it has got there, and whether it is captured."""
+
+    def __init__(self) -> None:
+        self.now, self.made, self.asked, self.done, self.captured = 0.0, 0, 0, True, False
+
+    def event(self) -> Any:
+        """Return a new event."""
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    """What `torch.cuda.Event` has."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, math.nan
+
+    def record(self) -> None:
+        """Be where the stream is."""
+        assert not self.stream.captured
+        self.at = self.stream.now
+
+    def query(self) -> bool:
+        """Tell whether it has been reached."""
+        self.stream.asked += 1
+        return self.stream.done
+
+    def elapsed_time(self, other: Event) -> float:
+        """Return milliseconds."""
+        return (other.at - self.at) * 1e3
+
+
+class Slow(nn.Module):
+    """Moves the stream on in forward, and as its two gradients come."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream, self.first, self.second = stream, nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.register_buffer("mean", torch.zeros(1))
+        self.second.weight.register_hook(lambda _: self.passes("first"))
+        self.first.weight.register_hook(lambda _: self.passes("last"))
+
+    def passes(self, name: str) -> None:
+        """Let the stream do something."""
+        self.stream.now += TICKS[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes("forward")
+        return self.second(self.first(x))
+
+
+class Rank:
+    """A rank that trains a model, and the rows of its steps."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+        self.probes = Probes(self.guard, self.records.append, lambda *_, **__: None, lambda *_: False)
+        self.stream = Stream()
+        device = Device(self.stream.event, lambda: self.stream.captured)
+        DeviceClock(self.probes.bus, self.probes.state, self.guard, self.probes.hooks, lambda: device)
+        self.probes.patches.install()
+        self.model = DistributedDataParallel(Slow(self.stream))
+        self.model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+
+    def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Move the stream on in the reduction."""
+        self.stream.now += TICKS["reduced"]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def step(self) -> None:
+        """Train a step."""
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(3, 2)).sum()
+        self.stream.now += TICKS["between"]
+        loss.backward()
+        self.optimizer.step()
+
+    def row(self) -> Row:
+        """Return the newest row."""
+        return decode(encode_row(self.records[-1], 0, self.guard))
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    """A rank that has its group for itself, after two steps: the device is known, and when its last gradient comes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = Rank()
+    made.step()
+    made.step()
+    yield made
+    made.probes.remove()
+    made.probes.release()
+    del made.model
+    dist.destroy_process_group()
+
+
+def test_phases_are_those_of_the_device(rank: Rank) -> None:
+    """The row has the stream's times, and what comes after the last gradient is waiting."""
+    rank.step()
+    row = rank.row()
+    assert (row.forward_seconds, row.backward_seconds) == (1.0, 11_100.0)
+    assert (row.backward_local_seconds, row.sync_wait_seconds) == (1100.0, 10_000.0)
+    assert (row.optimizer_seconds, row.collective_seconds) == (0.0, 0.0)
+    assert math.isnan(row.copy_seconds)
+
+
+def test_events_are_used_again(rank: Rank) -> None:
+    """Seven are enough for a step, with two around the buffers; none is made while rows are read in time."""
+    rank.row()
+    rank.step()
+    rank.row()
+    made = rank.stream.made
+    for _ in range(5):
+        rank.step()
+        rank.row()
+    assert rank.stream.made == made
+
+
+def test_collectives_are_in_no_phase(rank: Rank) -> None:
+    """What the stream does in a collective inside of forward is not forward's."""
+    clock, model = rank.probes.state.clock, rank.model.module
+
+    def reduces(*_: Any) -> None:
+        clock.stop()
+        model.passes("buffers")
+        clock.go_on()
+
+    model.first.register_forward_hook(reduces)
+    rank.step()
+    row = rank.row()
+    assert (row.forward_seconds, row.collective_seconds) == (1.0, 1e6)
+
+
+def test_a_device_that_does_not_get_there_is_not_waited_for(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times are unknown, and those of the host do not stand in for them."""
+    monkeypatch.setattr(device_times, "_PATIENCE", 0.01)
+    rank.step()
+    rank.stream.done = False
+    row = rank.row()
+    assert all(math.isnan(getattr(row, name)) for name in ("forward_seconds", "sync_wait_seconds", "optimizer_seconds"))
+    assert row.step_seconds > 0.0
+    rank.stream.done = True
+    rank.step()
+    assert rank.row().forward_seconds == 1.0
+
+
+def test_nothing_is_recorded_or_asked_during_a_capture(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in a capture has no times of the device, and a row waits with its questions until a capture is over."""
+    rank.stream.captured = True
+    rank.step()
+    rank.stream.captured = False
+    assert math.isnan(rank.row().forward_seconds)
+    rank.step()
+    monkeypatch.setattr(device_times, "_PATIENCE", 0.01)
+    device = Device(rank.stream.event, lambda: False)
+    mark = device.mark()
+    assert mark is not None
+    asked = rank.stream.asked
+    device.capture(1)
+    assert device.mark() is None
+    assert not device.wait_for([mark])
+    assert math.isnan(device.between(mark, mark))
+    assert rank.stream.asked == asked
+    device.capture(-1)
+    device.capture(-1)
+    assert device.wait_for([mark])
+
+
+def test_nothing_waits_in_the_training_thread(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks no event for anything, also where the device is far behind."""
+    rank.stream.done = False
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the training thread waits"))
+    asked = rank.stream.asked
+    rank.step()
+    assert rank.stream.asked == asked
+
+
+def test_what_raises_leaves_nothing_open(rank: Rank) -> None:
+    """A forward or a backward that raises does not reach into the next step."""
+
+    def fails(*_: Any) -> None:
+        raise ValueError("spoiled")
+
+    handle = rank.model.module.second.register_forward_hook(fails)
+    with pytest.raises(ValueError, match=r"^spoiled$"):
+        rank.step()
+    handle.remove()
+    rank.step()
+    assert rank.row().forward_seconds == 1.0
