@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,9 @@ class InputBound(PaceRule):
             "step_seconds": round(seconds, 6),
             "model_seconds": round(math.fsum((seconds, -data)), 6),
         }
+        copies = [value for value in step.columns["copy_seconds"] if value >= 0]
+        if copies:
+            evidence["copy_seconds"] = round(statistics.median(copies), 6)
         if loader is not None:
             told: dict[str, Any] = {
                 "workers": loader.workers,

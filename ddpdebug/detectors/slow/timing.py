@@ -99,7 +99,7 @@ def _timing(step: Step) -> Timing | None:
         rest = [max(0.0, a - b - c) for a, b, c in zip(whole, waits, sums, strict=True)]
     own = [a + b for a, b in zip(sums, rest, strict=True)]
     kept: dict[str, Sequence[float]] = {"own": own, "wait": waits, **dict(zip(PHASES, (*phases, rest), strict=True))}
-    cpu, gc, overhead = (_known(columns[f"{name}_seconds"]) for name in ("cpu", "gc", "overhead"))
+    cpu, gc, overhead = (_known(columns[name]) for name in ("cpu_seconds", "gc_seconds", "overhead_seconds"))
     kept |= {"cpu": cpu, "gc": gc, "overhead": overhead}
     elements = columns["input_elements"]
     kept["elements"] = elements if all(elements) else columns["batch_elements"]
