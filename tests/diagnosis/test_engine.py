@@ -102,7 +102,7 @@ def with_edit(kind: str, rank: int, step: int) -> Any:
 def test_details_are_asked_for_once() -> None:
     """A cause is looked into when it begins; later steps only count."""
     told, asked = run([step_at(n, odd=edited(n)) for n in range(40)], with_edit)
-    assert asked == [Request(optimizer=0, step=5, kind="parameters")]
+    assert asked == [Request(optimizer=0, step=5, kind="parameters", ranks=frozenset(range(4)))]
     assert codes(told) == [("RANK101", 5)]
     first, last = told[0][0], told[-1][0]
     assert (first.ranks, first.subject, first.phase) == ((2,), ("w",), "outside-optimizer")

@@ -77,6 +77,7 @@ class Straggler(PaceRule):
     """
 
     code = "SLOW601"
+    all_ranks = True
     severity = Severity.WARNING
     title = "one rank is persistently slower"
     incident = ("ranks",)

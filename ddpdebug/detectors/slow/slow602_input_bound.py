@@ -41,6 +41,7 @@ class InputBound(PaceRule):
     """
 
     code = "SLOW602"
+    all_ranks = True
     severity = Severity.WARNING
     title = "the step waits for input data"
     incident = ()
