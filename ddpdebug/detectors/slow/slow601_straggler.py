@@ -77,7 +77,6 @@ class Straggler(PaceRule):
     """
 
     code = "SLOW601"
-    all_ranks = True
     severity = Severity.WARNING
     title = "one rank is persistently slower"
     incident = ("ranks",)

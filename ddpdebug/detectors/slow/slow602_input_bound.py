@@ -41,7 +41,6 @@ class InputBound(PaceRule):
     """
 
     code = "SLOW602"
-    all_ranks = True
     severity = Severity.WARNING
     title = "the step waits for input data"
     incident = ()

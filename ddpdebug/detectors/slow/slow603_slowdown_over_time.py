@@ -70,7 +70,6 @@ class SlowdownOverTime(PaceRule):
     """
 
     code = "SLOW603"
-    all_ranks = True
     severity = Severity.WARNING
     title = "step time regressed against the run's own baseline"
     incident = ()

@@ -6,7 +6,7 @@ import math
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,9 +103,25 @@ def _timing(step: Step) -> Timing | None:
     kept |= {"cpu": cpu, "gc": gc, "overhead": overhead}
     elements = columns["input_elements"]
     kept["elements"] = elements if all(elements) else columns["batch_elements"]
+    ranks, seconds = tuple(step.rows), statistics.median_low(whole)
+    if step.chosen:
+        ranks, kept = _spread(step, kept)
     times = {name: array("d", values) for name, values in kept.items()}
-    seconds = statistics.median_low(whole)
-    return Timing(step=step.step, count=1, ranks=tuple(step.rows), seconds=seconds, times=times)
+    return Timing(step=step.step, count=1, ranks=ranks, seconds=seconds, times=times)
+
+
+def _spread(step: Step, kept: Mapping[str, Sequence[float]]) -> tuple[tuple[int, ...], dict[str, Sequence[float]]]:
+    """Return the times of all ranks, with the median of chosen rows for those whose rows are not here.
+
+    Who took longest is among the chosen ones in every step, so of a rank that is always late nothing is missing; one
+    that is late now and then is taken for an ordinary one in the other steps.
+    """
+    everyone, places = tuple(sorted(step.everyone)), {rank: place for place, rank in enumerate(step.rows)}
+    found: dict[str, Sequence[float]] = {}
+    for name, values in kept.items():
+        usual = statistics.median_low(values)
+        found[name] = [values[places[rank]] if rank in places else usual for rank in everyone]
+    return everyone, found
 
 
 def _known(seconds: Iterable[float]) -> list[float]:
