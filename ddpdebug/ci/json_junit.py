@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.ci.verdict import Verdict, Word
-from ddpdebug.detectors.catalog import FAMILIES, catalog
+from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks.text import clean, parts
 
@@ -54,7 +54,6 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
         time: when the check ended, ISO 8601 without a zone.
     """
     root = ET.Element("testsuites")
-    rules = {rule.code.rstrip("0123456789") for rule in catalog()}
     # a case for each family, whether or not it has findings: a CI history then shows the same cases in every run
     for name in ("script", *FAMILIES):
         case = new_case(name)
@@ -63,8 +62,6 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
             _script_case(case, properties, verdict, run)
         else:
             output = _family_case(case, properties, verdict, name)
-            if name not in rules and not len(case) and not output:
-                ET.SubElement(case, "skipped", message="no rule of this family exists yet")
         add_suite(root, name, time, properties, [case], output)
     case, properties = new_case("coverage"), ET.Element("properties")
     _coverage_case(case, verdict)
