@@ -177,7 +177,7 @@ class Detector:
     def finding(self, at: Step | None = None, /, **fields: Any) -> Finding:
         """A finding of this rule; unless given with the prose of its runbook, and step and ranks of the step `at`."""
         if at is not None:
-            fields = {"step": at.step, "last_step": at.step, "ranks": tuple(at.rows), **fields}
+            fields = {"step": at.step, "last_step": at.step, "ranks": tuple(sorted(at.everyone)), **fields}
         ranks = fields.get("ranks")
         if isinstance(ranks, Blamed) and ranks.undecided:
             fields["evidence"] = {UNDECIDED: list(map(list, ranks.undecided)), **fields.get("evidence", {})}

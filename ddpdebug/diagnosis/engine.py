@@ -23,7 +23,7 @@ from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import FLAT, Step, kind_of
 
 #: A parked step is judged with the details that have come after so many ticks.
 DETAIL_TICKS = 200
@@ -424,12 +424,11 @@ def _is_beyond(rule: Detector, step: Step) -> bool:
 
 def _asked(step: Step) -> frozenset[int]:
     """Return who is asked about a step: all ranks, of very many some of each kind, most of the largest."""
-    if len(step.rows) <= MOST_ASKED:
+    if len(step.rows) <= FLAT:
         return frozenset(step.rows)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    names = sorted(step.differing)
+    kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, row in step.rows.items():
-        kinds.setdefault(tuple(getattr(row, name) for name in names), []).append(rank)
+        kinds.setdefault(kind_of(row), []).append(rank)
     largest, *others = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
     found = largest[: MOST_ASKED // 2]
     for ranks in others:

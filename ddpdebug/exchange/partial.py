@@ -32,12 +32,12 @@ EXTREMES: tuple[Callable[[Row], float], ...] = (
 )
 
 _MASK = struct.Struct("<IH")  # its first byte, and how many follow
-_HEAD = struct.Struct("<qqqIII")  # progress, least progress, rows that wait, steps, messages, reports
+_HEAD = struct.Struct("<qqqqqIII")  # progress, least, most, heard, rows that wait, steps, messages, reports
 _STEP = struct.Struct("<qq??HH")  # optimizer, step, last, the last class is the rest, classes, first ranks
 _TEXT = struct.Struct("<I")
 
 #: The class of ranks that have nothing in common.
-_REST: tuple[int, ...] = ()
+REST: tuple[int, ...] = ()
 Message = tuple[int, bytes]  # who says it, and what
 #: Optimizer, step, and whether it is about what the run's last step has left (`Flag.LAST_STATE`).
 Key = tuple[int, int, bool]
@@ -65,10 +65,14 @@ class StepPart:
             found |= members
         return found
 
+    def any(self, flags: int) -> bool:
+        """Tell whether some kind of ranks has one of the flags."""
+        return any(decode(data).flags & flags for _, data in self.classes.values())
+
     def add(self, data: bytes, members: int, *, rest: bool = False) -> None:
         """Take the row of a class, or of ranks that have nothing in common."""
         row = decode(data)
-        self._join(_REST if rest else kind_of(row), members, data)
+        self._join(REST if rest else kind_of(row), members, data)
         self.look(data, row)
 
     def look(self, data: bytes, row: Row | None = None) -> None:
@@ -90,7 +94,7 @@ class StepPart:
     def _join(self, key: tuple[int, ...], members: int, data: bytes) -> None:
         known = self.classes.get(key)
         if known is None and len(self.classes) >= MAX_CLASSES:
-            key = _REST
+            key = REST
             known = self.classes.get(key)
         if known is None:
             self.classes[key] = members, data
@@ -112,8 +116,9 @@ class Partial:
     Args:
         leaving, left, busy: who is about to leave, has left with this tick, has unfinished business.
         progress: steps that the fastest of them has taken.
-        least: steps that the slowest of those that go on has taken; -1 where none goes on.
+        least, most: steps that the slowest and the fastest of those that go on have taken; -1 where none goes on.
         waiting: rows that wait on the rank with the most.
+        heard: reports that the first rank has heard in this tick.
         more: some rank has more to say than went into this tick.
         steps: what is known of each step.
         messages: to all ranks, in the order in which each says them.
@@ -125,6 +130,8 @@ class Partial:
     busy: int = 0
     progress: int = 0
     least: int = -1
+    most: int = -1
+    heard: int = 0
     waiting: int = 0
     more: int = 0
     steps: dict[Key, StepPart] = field(default_factory=dict)
@@ -146,6 +153,8 @@ class Partial:
         self.progress = max(self.progress, other.progress)
         known = [least for least in (self.least, other.least) if least >= 0]
         self.least = min(known, default=-1)
+        self.most = max(self.most, other.most)
+        self.heard += other.heard
         self.waiting = max(self.waiting, other.waiting)
         for key, part in other.steps.items():
             if key in self.steps:
@@ -158,14 +167,14 @@ class Partial:
     def encode(self) -> bytes:
         """Return the bytes of it."""
         counts = len(self.steps), len(self.messages), len(self.reports)
-        parts = [_HEAD.pack(self.progress, self.least, self.waiting, *counts)]
+        parts = [_HEAD.pack(self.progress, self.least, self.most, self.heard, self.waiting, *counts)]
         parts += [_mask(mask) for mask in (self.leaving, self.left, self.busy, self.more)]
         for (optimizer, step, last), part in self.steps.items():
             first = part.rows()
             for _, data in part.classes.values():
                 first.pop(decode(data).rank, None)
-            classes = sorted(part.classes.items(), key=lambda item: item[0] == _REST)
-            about = optimizer, step, last, _REST in part.classes, len(classes), len(first)
+            classes = sorted(part.classes.items(), key=lambda item: item[0] == REST)
+            about = optimizer, step, last, REST in part.classes, len(classes), len(first)
             parts.append(_STEP.pack(*about))
             parts += [_mask(members) + data for _, (members, data) in classes]
             parts += first.values()
@@ -181,8 +190,8 @@ class Partial:
             ValueError: these are not the bytes of a partial.
         """
         reader = _Reader(data)
-        progress, least, waiting, steps, messages, reports = reader.take(_HEAD)
-        found = cls(progress=progress, least=least, waiting=waiting)
+        progress, least, most, heard, waiting, steps, messages, reports = reader.take(_HEAD)
+        found = cls(progress=progress, least=least, most=most, heard=heard, waiting=waiting)
         found.leaving, found.left, found.busy, found.more = (reader.mask() for _ in range(4))
         for _ in range(steps):
             optimizer, step, last, rest, classes, first = reader.take(_STEP)
@@ -209,14 +218,18 @@ def _joined(some: list[Message], others: Iterable[Message]) -> list[Message]:
     found, places = list(some), dict[bytes, list[int]]()
     for place, (_, text) in enumerate(found):
         places.setdefault(text, []).append(place)
+    last: dict[int, int] = {}  # who says it -> the newest place: what comes later is heard later
     for mask, text in others:
-        known = places.setdefault(text, [])
-        free = [place for place in known if not found[place][0] & mask]
+        after = max((place for who, place in last.items() if who & mask), default=-1)
+        free = [place for place in places.setdefault(text, []) if place > after and not found[place][0] & mask]
         if free:
-            found[free[0]] = found[free[0]][0] | mask, text
+            place = free[0]
+            found[place] = found[place][0] | mask, text
         else:
-            known.append(len(found))
+            place = len(found)
+            places[text].append(place)
             found.append((mask, text))
+        last[mask] = place
     return found
 
 

@@ -149,6 +149,7 @@ class Exchange:
         self._closing: float | None = None
         self._asked: float | None = None  # since when the thread waits for the others
         self._busy = False
+        self._everyone_waits = False  # of many ranks one has unfinished business, which needs the others' ticks
         self._someone_leaves = False  # who ends waits for the ticks of those who go on: these come at once then
         self._over = False  # nothing is sent any more
         self._last_word = ""  # to the others, where they do not know why this rank goes
@@ -345,7 +346,7 @@ class Exchange:
             while True:  # what has come so far is seen below
                 self._wake.get_nowait()
         with self._wake_lock:
-            if self._closing is not None or self._busy:
+            if self._closing is not None or self._busy or self._everyone_waits:
                 seconds = 0.005
             elif self._someone_leaves:
                 seconds = 0.02

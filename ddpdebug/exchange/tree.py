@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +118,7 @@ class Tree:
         reports = Partial()
         if self._leads_all:
             reports.reports, own.reports = own.reports, []
+            own.heard = len(reports.reports)
         data = _packed(own) if told is None else told.spread(None)
         if told is not None:
             self.bytes += len(data)
@@ -127,7 +129,8 @@ class Tree:
     def close(self) -> None:
         """Make what is pending fail, on all levels."""
         for group, _ in self._groups:
-            group.close()
+            with suppress(Exception):  # the others have to fail as well
+                group.close()
 
 
 def _packed(partial: Partial) -> bytes:

@@ -46,20 +46,20 @@ class TreeExchange(Exchange):
 
     def _tick(self) -> bool:
         own, tree = self._own(), self._group
-        if tree is None:
+        if not isinstance(tree, Tree):
             raise ConnectionError("the side group was closed")
-        assert isinstance(tree, Tree)
         before = tree.bytes
         result, reports = self._ask(lambda: tree.merge(own))
         self.ticks += 1
         self.gathered_bytes += tree.bytes - before
         self._capacity = min(max(ticks.BATCH_ROWS, result.waiting), ticks.MAX_ROWS)
         self._someone_leaves = bool(result.leaving)
+        self._everyone_waits = bool(result.busy or result.more or result.waiting)
         everyone = sum(1 << rank for rank in self._members)
         members = tuple(rank for rank in self._members if not result.left >> rank & 1)
-        quiet = not (result.waiting or result.more or result.busy or result.steps or result.messages)
+        quiet = not (result.waiting or result.more or result.busy or result.steps or result.messages or result.heard)
         last = quiet and (result.leaving | result.left) == everyone
-        apart = self._apart([result.least, result.progress] if result.least >= 0 else [])
+        apart = self._apart([result.least, result.most] if result.least >= 0 else [])
         told, reported = self._read(result.messages), self._read(reports.reports)
         tick = Tick((), told, members, result.progress, apart, result.steps, reported)
         self._busy = self._hand_over(tick)
@@ -75,7 +75,7 @@ class TreeExchange(Exchange):
         me = 1 << self.rank
         with self._wake_lock:
             taken = [self._rows.popleft() for _ in range(min(self._capacity, len(self._rows)))]
-            own = Partial(progress=self.progress, least=self.progress, waiting=len(self._rows))
+            own = Partial(progress=self.progress, least=self.progress, most=self.progress, waiting=len(self._rows))
             size = 0
             while self._said and (size == 0 or size + len(self._said[0][1]) <= _CHUNK):
                 report, data = self._said.popleft()
@@ -84,7 +84,7 @@ class TreeExchange(Exchange):
             self._said_bytes -= size
             own.busy, own.more = me * self._busy, me * bool(self._said)
             if self._closing is not None:
-                own.leaving, own.least = me, -1
+                own.leaving, own.least, own.most = me, -1, -1
                 if self.impatient and not own.waiting:
                     own.left = me
         for row in taken:

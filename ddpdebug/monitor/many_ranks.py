@@ -11,12 +11,13 @@ import base64
 import struct
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddpdebug.exchange.partial import Key, StepPart, key_of, ranks_of
+from ddpdebug.exchange.partial import REST, Key, StepPart, key_of, ranks_of
 from ddpdebug.exchange.step_assembler import LATE_STEPS
-from ddpdebug.schema.row import Row, decode
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step
 
 #: The rows of all ranks are wanted so often where the ranks are alike, seconds.
@@ -29,6 +30,20 @@ _BURST, _REFILL_SECONDS = 4, 10.0
 _KEPT_ROWS = 256
 #: A step is judged without the rows that have not come after so many ticks.
 _TICKS = 100
+#: ... or where so many steps wait behind it.
+_MOST_PARKED = 192
+
+
+#: Flags of which the first step counts.
+_GRAVE = int(
+    Flag.LOSS_NONFINITE
+    | Flag.LOCAL_GRADS_NONFINITE
+    | Flag.GRADS_NONFINITE
+    | Flag.FORWARD_NONFINITE
+    | Flag.INPUT_NONFINITE
+    | Flag.PARAMS_NONFINITE
+    | Flag.STEP_NONFINITE
+)
 
 
 class PartAssembler:
@@ -69,8 +84,10 @@ class PartAssembler:
 def chosen_step(key: Key, part: StepPart) -> Step:
     """Return the step of the rows that are kept."""
     rows = {rank: decode(data) for rank, data in part.rows().items()}
-    kinds = {decode(data).rank: frozenset(ranks_of(members)) for members, data in part.classes.values()}
-    return Step(step=key[1], optimizer=key[0], world=len(rows), rows=rows, chosen=True, kinds=kinds)
+    known = [(kind, members, data) for kind, (members, data) in part.classes.items()]
+    kinds = {decode(data).rank: frozenset(ranks_of(members)) for kind, members, data in known if kind != REST}
+    others = frozenset(ranks_of(part.classes[REST][0])) if REST in part.classes else frozenset[int]()
+    return Step(step=key[1], optimizer=key[0], world=len(rows), rows=rows, chosen=True, kinds=kinds, others=others)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,12 +135,13 @@ class WholeSteps:
 
     def ready(self, *, everything: bool = False) -> Iterator[Step]:
         """Yield what can be judged, in order; called in each tick."""
+        for parked in self._parked:
+            parked.ticks += parked.rows is not None
         while self._parked:
             head = self._parked[0]
-            if head.rows is not None and not everything and head.ticks <= _TICKS:
-                head.ticks += 1
-                if len(head.rows) < head.members.bit_count():
-                    return
+            late = everything or head.ticks > _TICKS or len(self._parked) > _MOST_PARKED
+            if head.rows is not None and not late and len(head.rows) < head.members.bit_count():
+                return
             self._parked.popleft()
             rows = head.rows or {}
             if len(rows) == head.members.bit_count():
@@ -143,11 +161,13 @@ class WholeSteps:
         place = key[0], key[2]
         known = self._kinds.get(place)
         self._kinds[place] = kinds
-        if key[1] in _FIRST_STEPS or now - self._last >= WHOLE_SECONDS:
+        if (key[0] == 0 and key[1] in _FIRST_STEPS) or now - self._last >= WHOLE_SECONDS:
             self._last = now
             return True
         if len(kinds) < 2 or kinds == known:
             return False
+        if key[2] or part.any(_GRAVE):
+            return True
         self._credit = min(float(_BURST), self._credit + (now - self._since) / _REFILL_SECONDS)
         self._since = now
         if self._credit < 1:
@@ -188,3 +208,4 @@ class ManyRanks:
 
     def __init__(self, world: int, ask: Callable[[Key], object]) -> None:
         self.parts, self.whole, self.rows = PartAssembler(), WholeSteps(world, ask), Rows()
+        self.unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it

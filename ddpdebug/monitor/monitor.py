@@ -508,7 +508,7 @@ class Monitor:
         Raises:
             ConnectionError: the ranks cannot be compared, and why.
         """
-        if len(members) == 1:
+        if len(members) == 1 and self._many is None:
             return Alone()
         while True:
             group = internals.default_group_id()
@@ -744,7 +744,7 @@ class Monitor:
         run = self._back.run
         self._progress = tick.progress
         self.covering.ticked()
-        for ranks, message in (*tick.messages, *tick.reports):
+        for ranks, message in (*tick.reports, *tick.messages):  # who fails says last that it has
             kind = str(message.get("kind"))
             if kind in _MESSAGES:
                 run(f"message:{kind}", self._hear, ranks, kind, message)
@@ -755,7 +755,7 @@ class Monitor:
         for rank, data in tick.rows:
             self._take(rank, decode(data))
         self._members = len(tick.members)
-        self._judges = self._many is None or self.rank == tick.members[0]
+        self._judges = self._judges or self.rank == min(tick.members, default=-1)
         self.numeric_guard.meet(tick.members)
         if self._many is not None:
             run("exchange:steps", self._take_parts, tick)
@@ -814,7 +814,8 @@ class Monitor:
             if self._judges:
                 many.whole.add(key, part, step)
             elif not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
-                self._tell_step(replace(step, rows={**step.rows, **many.rows.own(key)}))
+                rows = dict(sorted({**step.rows, **many.rows.own(key)}.items()))
+                self._tell_step(replace(step, rows=rows, world=len(rows)))
         for step in many.whole.ready():
             self._feed(step)
 
@@ -859,6 +860,7 @@ class Monitor:
         if self._many is None:
             self._report(found, self._progress)
         elif found:  # all ranks hear of it in the same tick
+            self._many.unheard.append(found)
             self._say("findings", found=[(finding.to_json(), new) for finding, new in found])
         self._ask(self._diagnosis.requests())
 
@@ -889,6 +891,9 @@ class Monitor:
         many = self._many
         assert many is not None
         if kind == "findings":
+            if self.rank in ranks and many.unheard:
+                self._report(many.unheard.pop(0), self._progress)
+                return
             found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
             self._report(found, self._progress)
         elif kind == "ask":
@@ -1072,7 +1077,9 @@ class Monitor:
             self._judge(step)
         for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
             self._judge_last(step)
-        if self._judges:
+        for found in self._many.unheard if self._many is not None else ():
+            self._report(found, 0)
+        if self._judges or lost:
             run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
 
     def _judge_rest_of_many(self) -> None:

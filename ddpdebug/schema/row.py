@@ -212,8 +212,10 @@ class Row(NamedTuple):
 
     @property
     def own_seconds(self) -> float:
-        """What the rank does by itself: the step without what it waits for others; NaN where its time is not known."""
-        return max(0.0, self.step_seconds - self.wait_seconds) if self.step_seconds >= 0 else float("nan")
+        """What the rank does by itself: the step without what it waits for others; NaN where that is not known."""
+        if not self.step_seconds >= 0 or not (self.sync_wait_seconds >= 0 or self.backward_seconds >= 0):
+            return float("nan")
+        return max(0.0, self.step_seconds - self.wait_seconds)
 
     @property
     def own_phases(self) -> dict[str, float]:

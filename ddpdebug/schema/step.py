@@ -16,7 +16,9 @@ from ddpdebug.schema.row import DIGESTS, Flag, Row
 
 D = TypeVar("D", bound=Detail)
 #: Of the rows of more ranks some are chosen: one of each kind of ranks, and those of ranks that are first in something.
-FLAT = 16
+FLAT = 64
+#: ... which are never more than these.
+MOST_CHOSEN = 24
 #: Digests that healthy ranks need not have in common, and flags by which they may differ.
 _APART = {"batch_digest", "record_digest", "output_digest", "eval_batch_digest", "eval_output_digest", "rng_digest"}
 _alike: Callable[[Row], tuple[int, ...]] = attrgetter(*(name for name in DIGESTS if name not in _APART))
@@ -35,6 +37,7 @@ class Step:
         facts: announcements known when the step was judged: topic -> rank -> the newest (see `announcements.py`).
         chosen: these are rows of some ranks of very many, in the place of all; then `world` is their number.
         kinds: of chosen rows, the lowest rank of each kind -> all ranks of it, as far as they are known.
+        others: ranks that have taken the step and are of no kind that is known.
     """
 
     step: int
@@ -45,18 +48,19 @@ class Step:
     facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     chosen: bool = False
     kinds: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    others: frozenset[int] = frozenset()
 
     @cached_property
     def everyone(self) -> frozenset[int]:
         """The ranks that took the step, also those whose rows are not here."""
-        return frozenset().union(self.rows, *self.kinds.values())
+        return self.others.union(self.rows, *self.kinds.values())
 
     @cached_property
     def parted(self) -> bool:
         """Whether chosen rows show ranks of several kinds."""
         if not self.chosen:
             return False
-        return len(self.kinds or {kind_of(row) for row in self.rows.values()}) > 1
+        return bool(self.others) or len(self.kinds or {kind_of(row) for row in self.rows.values()}) > 1
 
     @cached_property
     def differing(self) -> frozenset[str]:
@@ -117,7 +121,12 @@ class Step:
     def ranks_with(self, flag: Flag) -> tuple[int, ...]:
         """Return the ranks that have the flag."""
         bits = int(flag)
-        return tuple(rank for rank, row in self.rows.items() if row.flags & bits) if self._some & bits else ()
+        if not self._some & bits:
+            return ()
+        found = {rank for rank, row in self.rows.items() if row.flags & bits}
+        if bits & _FREE:  # a kind has it, or has not
+            found = found.union(*(ranks for lowest, ranks in self.kinds.items() if lowest in found))
+        return tuple(sorted(found))
 
     def answers(self, kind: type[D]) -> Mapping[int, D]:
         """Return what the ranks told of this step when they were asked for a kind of detail, by rank."""
@@ -137,7 +146,7 @@ def kind_of(row: Row) -> tuple[int, ...]:
 def step_of(optimizer: int, step: int, rows: Mapping[int, Row], world: int) -> Step:
     """Return the step of rows by rank, which are chosen ones where very many ranks have left only a few."""
     rows = dict(sorted(rows.items()))
-    chosen = len(rows) <= FLAT < world
+    chosen = len(rows) <= MOST_CHOSEN and world > FLAT
     return Step(step=step, optimizer=optimizer, world=len(rows) if chosen else world, rows=rows, chosen=chosen)
 
 

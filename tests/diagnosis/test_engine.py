@@ -18,13 +18,14 @@ from hypothesis import given, settings, strategies as st
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.examples import contract, digest, gradients, step_at
+from ddpdebug.diagnosis import engine
 from ddpdebug.diagnosis.engine import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter
 from ddpdebug.diagnosis.root_causes import QUIET_STEPS, explains, refine
 from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import DIGESTS, Flag
+from ddpdebug.schema.row import DIGESTS, Digest, Flag, Row
 from ddpdebug.schema.step import Step
 
 Answers = Callable[[str, int, int], Any]
@@ -716,3 +717,14 @@ def test_what_two_threads_report_is_written_in_its_order() -> None:
     reporter.report([(reported("C1-1"), True)])
     reporter.report([(reported("C1-1", count=2), False)])
     assert [(r.finding.count, "index" in r.finding.evidence) for r in records] == [(1, False), (1, True), (2, True)]
+
+
+def test_of_very_many_ranks_those_that_differ_are_asked() -> None:
+    """Whatever healthy ranks do not have in common, and more of the others."""
+    rows = {
+        rank: Row(rank=rank, step=3, batch_digest=Digest(rank + 1), params_after_digest=Digest(2 if rank == 77 else 1))
+        for rank in range(100)
+    }
+    asked = engine._asked(Step(step=3, optimizer=0, world=100, rows=rows))
+    assert 77 in asked
+    assert len(asked) == engine.MOST_ASKED // 2 + 1

@@ -9,9 +9,9 @@ import pytest
 from ddpdebug.exchange.partial import Key, Partial, StepPart
 from ddpdebug.monitor.many_ranks import PartAssembler, Rows, WholeSteps, chosen_step
 from ddpdebug.schema.row import Flag, Row, encode
-from ddpdebug.schema.step import FLAT, step_of
+from ddpdebug.schema.step import MOST_CHOSEN, step_of
 
-_WORLD = 40
+_WORLD = 80
 _ALL = (1 << _WORLD) - 1
 
 
@@ -80,14 +80,14 @@ def test_chosen_rows_are_marked() -> None:
         key, part = _part(4, odd=odd)
         step = chosen_step(key, part)
         assert (step.chosen, step.parted, step.world) == (True, odd is not None, len(step.rows))
-        assert len(step.rows) <= FLAT
+        assert len(step.rows) <= MOST_CHOSEN
         assert step.everyone == set(range(_WORLD))
         assert step.minority("params_after_digest") == (() if odd is None else (odd,))
         assert step.values("params_after_digest")[1] == [rank for rank in range(_WORLD) if rank != odd]
         saved = step_of(0, 4, step.rows, _WORLD)
         assert (saved.chosen, saved.parted, saved.rows) == (True, odd is not None, step.rows)
     assert not step_of(0, 4, dict.fromkeys(range(_WORLD), Row()), _WORLD).chosen
-    assert not step_of(0, 4, {0: Row()}, FLAT).chosen
+    assert not step_of(0, 4, {0: Row()}, 64).chosen
 
 
 def test_all_rows_are_wanted_in_the_first_steps_and_once_a_minute() -> None:

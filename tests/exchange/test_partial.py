@@ -119,6 +119,16 @@ def test_equal_messages_are_one_and_keep_their_order() -> None:
     assert [text for mask, text in found if mask >> 1 & 1] == [b"alike", b"of rank 1"]
 
 
+def test_what_a_rank_says_keeps_its_order_where_another_says_it_the_other_way() -> None:
+    """Then it is heard twice."""
+    some, other = Partial(), Partial()
+    some.messages = [(1, b"x"), (1, b"y")]
+    other.messages = [(2, b"y"), (2, b"x")]
+    some.merge(other)
+    for rank, order in ((0, [b"x", b"y"]), (1, [b"y", b"x"])):
+        assert [text for mask, text in some.messages if mask >> rank & 1] == order
+
+
 def test_flags_by_which_healthy_ranks_differ_part_nobody() -> None:
     """And those that say what a rank has done do."""
     for flag, classes in ((Flag.BATCH_GREW, 1), (Flag.GRADS_NONFINITE, 2)):
@@ -130,8 +140,8 @@ def test_flags_by_which_healthy_ranks_differ_part_nobody() -> None:
 
 def test_the_slowest_of_those_that_go_on_counts() -> None:
     """Who leaves takes no more steps."""
-    whole = _merged([Partial(progress=9, least=-1, leaving=1), Partial(progress=7, least=7), Partial(least=5)])
-    assert (whole.progress, whole.least) == (9, 5)
+    whole = _merged([Partial(progress=9, leaving=1), Partial(progress=7, least=7, most=7), Partial(least=5, most=6)])
+    assert (whole.progress, whole.least, whole.most) == (9, 5, 7)
 
 
 @pytest.mark.parametrize("cut", [1, 10, 100, 700])

@@ -230,6 +230,25 @@ def test_a_rank_that_leaves_early_is_left_behind(monkeypatch: pytest.MonkeyPatch
     assert world.lost == [[] for _ in range(18)]
 
 
+def test_the_last_rank_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all others have left it still hears itself."""
+    monkeypatch.setattr(ticks, "LEAVE_SECONDS", 0.2)
+    world = World(17).start()
+    threads = [threading.Thread(target=exchange.close, args=(_SECONDS,)) for exchange in world.ranks[1:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.setattr(ticks, "LEAVE_SECONDS", _SECONDS)
+    world.ranks[0].say({"text": "alone"}, report=True)
+    deadline = time.monotonic() + _SECONDS
+    while world.reported(0) != [((0,), "alone")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert world.ranks[0].close(_SECONDS)
+    assert world.lost == [[] for _ in range(17)]
+
+
 def test_a_group_that_dies_ends_the_comparison_on_all_ranks() -> None:
     """Its members hear of it, let go of their other groups, and so it goes up and down the tree."""
     world = World(20).start()

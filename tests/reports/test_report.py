@@ -332,7 +332,13 @@ def test_a_run_says_what_slow_ranks_cost_and_what_waits_for_data(tmp_path: Path)
     assert "<th>most of that in</th>" in text
     sink = RunDirectory(tmp_path / "alone", 0)
     sink.write(RunStarted(run_id="r", rank=0, world=1, directory=None, config={}, versions={}))
-    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=1, rows={0: Row(step_seconds=0.5, data_seconds=0.25)})))
+    sink.write(
+        StepJudged(
+            step=Step(
+                step=0, optimizer=0, world=1, rows={0: Row(step_seconds=0.5, data_seconds=0.25, backward_seconds=0.0)}
+            )
+        )
+    )
     sink.close()
     text = report(tmp_path / "alone")
     assert "Waiting for data was 50 % of it on the median rank.</p>" in text

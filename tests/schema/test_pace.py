@@ -11,7 +11,11 @@ from ddpdebug.schema.step import Step
 
 def test_own_times_leave_out_ranks_whose_time_is_unknown() -> None:
     """The wait for others is not a rank's own."""
-    rows = {0: Row(step_seconds=0.5, sync_wait_seconds=0.2), 1: Row(rank=1, step_seconds=0.5), 2: Row(rank=2)}
+    rows = {
+        0: Row(step_seconds=0.5, sync_wait_seconds=0.2),
+        1: Row(rank=1, step_seconds=0.5, backward_seconds=0.0),
+        2: Row(rank=2),
+    }
     found = own_times(Step(step=3, optimizer=0, world=3, rows=rows))
     assert found == {0: pytest.approx(0.3), 1: 0.5}
 

@@ -109,7 +109,8 @@ def test_what_a_rank_does_by_itself_is_the_step_without_the_wait_for_the_others(
     assert (slow.other_seconds, slow.own_seconds) == (pytest.approx(0.25), pytest.approx(0.35))
     known = {"data": 0.01, "forward": 0.02, "backward": 0.05, "optimizer": 0.02, "other": 0.25}
     assert slow.own_phases == pytest.approx(known)
-    assert Row(step_seconds=0.5).own_seconds == 0.5
+    assert Row(step_seconds=0.5, backward_seconds=0.0).own_seconds == 0.5
+    assert math.isnan(Row(step_seconds=0.5).own_seconds)  # nobody knows how long it waited
     assert Row(step_seconds=0.3, backward_seconds=0.1).own_seconds == pytest.approx(0.2)
     assert Row(step_seconds=0.1, forward_seconds=0.2).other_seconds == 0
     assert math.isnan(Row(forward_seconds=0.2).other_seconds)

@@ -69,6 +69,7 @@ class LossFlat(LossRule):
     """
 
     code = "HLTH709"
+    all_ranks = True
     severity = Severity.WARNING
     title = "the loss is flat from the start, or has reached a plateau"
     update_small = UpdateRatio.update_small

@@ -35,6 +35,7 @@ class LossDiverges(LossRule):
     """
 
     code = "HLTH710"
+    all_ranks = True
     severity = Severity.ERROR
     title = "the loss diverges"
     diverged_doubling = Threshold(

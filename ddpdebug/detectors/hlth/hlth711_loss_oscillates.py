@@ -59,6 +59,7 @@ class LossOscillates(LossRule):
     """
 
     code = "HLTH711"
+    all_ranks = True
     severity = Severity.WARNING
     title = "the loss oscillates"
     oscillation = Threshold(

@@ -38,6 +38,7 @@ class Overfitting(ValidationRule):
     """
 
     code = "HLTH712"
+    all_ranks = True
     severity = Severity.WARNING
     title = "validation loss rises while training loss falls"
     overfit_certain = Threshold(

@@ -45,6 +45,7 @@ class TrainingTooLong(ValidationRule):
     """
 
     code = "HLTH716"
+    all_ranks = True
     severity = Severity.WARNING
     title = "training continues long after validation stopped improving"
     delayed_evaluations = Threshold(

@@ -46,6 +46,7 @@ class GraphKeptAlive(TrendRule):
     """
 
     code = "MEM403"
+    all_ranks = True
     severity = Severity.ERROR
     title = "autograd graphs are kept alive across steps"
     wants = ("holders",)

@@ -32,6 +32,7 @@ class Fragmentation(StreakRule):
     """
 
     code = "MEM404"
+    all_ranks = True
     severity = Severity.WARNING
     title = "far more memory is reserved than allocated"
     fragmentation_bytes = Threshold(

@@ -34,6 +34,7 @@ class MemoryImbalance(StreakRule):
     """
 
     code = "MEM405"
+    all_ranks = True
     severity = Severity.WARNING
     title = "one rank uses much more memory than its peers"
     incident = ("ranks",)

@@ -40,6 +40,7 @@ class NearOverflow(ComparisonRule):
     """
 
     code = "NUM306"
+    all_ranks = True
     severity = Severity.WARNING
     title = "activations or gradients are within a factor of two of the dtype's maximum"
     incident = ()

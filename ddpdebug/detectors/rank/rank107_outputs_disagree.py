@@ -80,6 +80,7 @@ class OutputsDisagree(Detector):
     """
 
     code = "RANK107"
+    all_ranks = True
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
     incident = ("phase", "ranks")

@@ -37,6 +37,7 @@ class LossScaleDiffers(ComparisonRule):
     """
 
     code = "RANK109"
+    all_ranks = True
     severity = Severity.CRITICAL
     title = "loss scale or skipped steps differ between ranks"
     incident = ()  # a rank that skips alone has another scale afterwards

@@ -37,7 +37,7 @@ class _Series:
     hits: deque[frozenset[int]]  # the places that were behind in the newest windows
     recent: deque[float]  # seconds of the newest steps
     since: dict[int, int] = field(default_factory=dict)  # place in `hits` -> the step since which it is behind
-    costs: dict[int, float] = field(default_factory=dict)  # rank -> seconds so far
+    spent: dict[tuple[int, ...], float] = field(default_factory=dict)  # ranks that are slow -> seconds since they are
     pauses: deque[_Pause] = field(default_factory=lambda: deque(maxlen=_KEPT))
     elapsed: float = 0.0
     steps: int = 0
@@ -50,7 +50,7 @@ class Straggler(PaceRule):
     """The named rank needs more time for itself than the median of the other ranks, in most steps of several windows.
 
     What counts is the time in which a rank does not wait for others. `share` is what a step would be shorter with the
-    median of the others' time in the place of this rank's, and `cost_seconds` the sum of that in this run so far. Phase
+    median of the others' time in the place of this rank's, and `cost_seconds` the sum of that since it is slow. Phase
     `work` says that the rank is given more elements and is not slow for those (information: it may be meant so);
     `pauses` that few steps take much longer, at regular distances or in the garbage collector (information as well).
 
@@ -193,10 +193,10 @@ class Straggler(PaceRule):
         last = timing.last()
         series.steps += 1
         series.elapsed += timing.seconds
-        rank = timing.ranks[last]
-        series.costs[rank] = series.costs.get(rank, 0.0) + timing.cost()
         yield from self._pauses(step, series, timing, last)
         block = self.block(step.optimizer, timing)
+        if block is not None:
+            series.spent = {ranks: spent + _cost_of(block, ranks) for ranks, spent in series.spent.items()}
         if block is not None and (blocks := series.window.add(block)) is not None:
             yield from self._judge(step, series, blocks)
 
@@ -208,7 +208,8 @@ class Straggler(PaceRule):
     @staticmethod
     def _so_far(series: _Series, known: Finding) -> Fields:
         """Return what ranks have cost, as it is now."""
-        cost = math.fsum(seconds for rank, seconds in series.costs.items() if rank in known.ranks)
+        if known.phase == "pauses" or (cost := series.spent.get(known.ranks)) is None:
+            return {}
         text = cost_text(known.ranks, known.evidence["share"], cost)
         return {"cost": text, "cost_seconds": _short(cost), "steps": series.steps}
 
@@ -225,10 +226,13 @@ class Straggler(PaceRule):
         for place in slow - series.since.keys():
             series.since[place] = _beginning(blocks, place, behind[place][0])
         series.since = {place: since for place, since in series.since.items() if place in late}
+        if slow:
+            self._spent(series, blocks, sorted(slow))
         series.clear = (
             0 if any(late >= self.straggler_over * usual for late, _ in behind.values()) else series.clear + 1
         )
         if series.clear >= self.straggler_windows:
+            series.spent.clear()
             series.open = {key: known for key, known in series.open.items() if known.phase == "pauses"}
         often = [place for place in slow if sum(place in hit for hit in series.hits) >= self.straggler_windows]
         if often:
@@ -251,6 +255,8 @@ class Straggler(PaceRule):
         errors = self.straggler_errors
         late = {place for place, (seconds, error) in behind.items() if seconds >= max(least, errors * error)}
         world = len(blocks[0].ranks)
+        newest = blocks[-max(1, int(self.pace_window) // 4) :]
+        late = {place for place in late if 2 * middle(block.behind(place) for block in newest) >= least}  # still
         if not late or 2 * len(late) > world:
             return frozenset()  # two kinds of ranks, none of them the exception
         often = self.straggler_last_of_two if world == 2 else self.straggler_last
@@ -295,15 +301,21 @@ class Straggler(PaceRule):
             evidence=evidence,
         )
 
+    @staticmethod
+    def _spent(series: _Series, blocks: Sequence[Timing], places: Sequence[int]) -> tuple[tuple[int, ...], float]:
+        """Return the ranks of these places, and what they have cost since they are slow."""
+        ranks = tuple(blocks[0].ranks[place] for place in places)
+        if ranks not in series.spent:
+            since = min(series.since[place] for place in places)
+            series.spent[ranks] = math.fsum(_cost_of(block, ranks) for block in blocks if block.step >= since)
+        return ranks, series.spent[ranks]
+
     def _evidence(self, series: _Series, blocks: Sequence[Timing], places: Sequence[int]) -> dict[str, Any]:
         """Return what the ranks cost: shares of the window, and seconds of the run so far."""
-        late, whole = 0.0, math.fsum(block.seconds for block in blocks)
-        for block in blocks:
-            own = block.times["own"]
-            rest = max(own[place] for place in range(len(own)) if place not in places)
-            late += max(0.0, max(own[place] for place in places) - rest)
-        ranks = [blocks[0].ranks[place] for place in places]
-        cost = math.fsum(series.costs.get(rank, 0.0) for rank in ranks)
+        ranks, cost = self._spent(series, blocks, places)
+        late, whole = (
+            math.fsum(values) for values in zip(*((_cost_of(b, ranks), b.seconds) for b in blocks), strict=True)
+        )
         return {
             "cost": cost_text(ranks, late / whole, cost),
             "share": round(late / whole, 4),
@@ -375,9 +387,9 @@ class Straggler(PaceRule):
         places = sorted({pause.place for pause in pauses})
         ranks = [timing.ranks[place] for place in places]
         gap = round(middle(after.step - before.step for before, after in pairwise(pauses)))
-        so_far = math.fsum(series.costs[rank] for rank in ranks)
+        so_far = math.fsum(pause.cost for pause in pauses)
         evidence = {
-            "cost": cost_text(ranks, share, so_far),
+            "cost": cost_text(ranks, share, so_far, of="all time"),
             "share": round(share, 4),
             "cost_seconds": _short(so_far),
             "behind_seconds": _short(cost / max(1, pauses[-1].step - pauses[0].step)),
@@ -416,10 +428,18 @@ def _beginning(blocks: Sequence[Timing], place: int, usual: float) -> int:
     return found
 
 
-def cost_text(ranks: Sequence[int], share: float, seconds: float) -> str:
+def _cost_of(block: Timing, ranks: Sequence[int]) -> float:
+    """Return the seconds by which a block would have been shorter without these ranks."""
+    own = block.times["own"]
+    places = {block.ranks.index(rank) for rank in ranks}
+    rest = max(seconds for place, seconds in enumerate(own) if place not in places)
+    return max(0.0, max(own[place] for place in places) - rest)
+
+
+def cost_text(ranks: Sequence[int], share: float, seconds: float, *, of: str = "each step") -> str:
     """Return what ranks cost, in words."""
     who = "rank " + str(ranks[0]) + " costs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} cost"
-    return f"{who} {100 * share:.0f} % of each step, {duration(seconds)} so far"
+    return f"{who} {100 * share:.0f} % of {of}, {duration(seconds)} so far"
 
 
 def _short(seconds: float) -> float:

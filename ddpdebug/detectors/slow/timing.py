@@ -72,6 +72,16 @@ class Timing:
         return statistics.median_low(values[:: 1 + len(values) // _RANKS])
 
 
+_TIMES = (
+    "data_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "backward_local_seconds",
+    "sync_wait_seconds",
+    "optimizer_seconds",
+)
+
+
 def timing_of(step: Step) -> Timing | None:
     """Return a step's times; None where they are not known, or ranks may differ."""
     if "timing" not in step.memo:
@@ -85,6 +95,8 @@ def _timing(step: Step) -> Timing | None:
     whole = columns["step_seconds"]
     if len(whole) < step.world or not all(map(math.isfinite, whole)) or step.any(_APART):
         return None
+    if any(0 < sum(map(math.isnan, columns[name])) < len(whole) for name in _TIMES):
+        return None  # of ranks whose times are not known it cannot be told that they are fast
     phases = [_known(columns[f"{phase}_seconds"]) for phase in ("data", "forward", "backward_local", "optimizer")]
     if sharded := step.any(Flag.SHARDED_STATE):  # shards differ in size, and their owners send them round
         phases[-1] = [0.0] * len(whole)
@@ -225,7 +237,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("hours", 3600), ("minutes", 60), ("s", 1)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{1000 * seconds:.0f} ms"
+    return f"{1000 * seconds:.3g} ms"
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class ParameterWithoutGradient(Detector):
     """
 
     code = "SYNC207"
+    all_ranks = True
     severity = Severity.WARNING
     title = "a trainable parameter receives no gradient"
     incident = ("subject",)
