@@ -78,6 +78,8 @@ _MOST_HANGS = 20
 _AGAIN_SECONDS = 2.0
 #: For so long the thread that judges is waited for at the end.
 _CLOSING_SECONDS = 0.3
+#: How long a rank that has lost its connections waits for the process behind one of them to be gone.
+_EXIT_SECONDS = 2.0
 _NO_PROCESS = "there is no process any more"
 #: Marks of a black box whose beats say nothing: the thread writes to a sink, or this part is off.
 _IN_A_SINK, _IS_OFF = 1, 2
@@ -176,6 +178,7 @@ class ProgressWatch:
         self._failures: dict[int, Failure] = {}
         self._kernels: dict[int, deque[tuple[kernel.Kernel, float]]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
+        self._for_exit = _EXIT_SECONDS
         self._tell_until = self._told = 0.0
         self._hangs: dict[tuple[int, int], _Open] = {}  # (judge, its number) -> one that is open, whoever has told it
         self._alone: list[Announcement] = []  # made while the others could not hear it
@@ -627,6 +630,13 @@ class ProgressWatch:
             return
         now = time.monotonic()
         seen, here = self._seen_from_outside(now)
+        # connections close before a process is gone: the kernel may be writing its core
+        until = now + self._for_exit if is_by_loss(reason) and here - {self.rank} else now
+        self._for_exit = 0.0  # once
+        while not any(one.left for one in seen.values()) and time.monotonic() < until:
+            time.sleep(0.05)
+            now = time.monotonic()
+            seen, here = self._seen_from_outside(now)
         # lower ones that have not come to this themselves yet will; those that have may have known less
         if not any(rank < self.rank and rank not in self._at_end for rank in here):
             found = self._why_ended(seen)

@@ -272,6 +272,7 @@ def test_the_same_run_on_the_same_port_keeps_its_file(start: Callable[..., Rank]
     port = free_port()
     old = start("", port=port)
     old.end(signal.SIGKILL)
+    assert until(lambda: old.state()[0] == 5)  # by then its keeper can be asked for the port
     new = start("", port=port)
     assert new.url == old.url
     os.kill(old.keeper, signal.SIGTERM)
