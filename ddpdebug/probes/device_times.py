@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import training_events as events
 from ddpdebug.probes.entries import entries_of
@@ -111,10 +112,13 @@ class DeviceTimes(Part, key="probe:device-times"):
 
     device: Device | None = None
     spans: list[_Span] = field(default_factory=list)
+    unknown: bool = False  # it runs on a device of which nothing is known
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
         """Return the times, NaN where the device has not come so far within two seconds."""
         device, spans = self.device, self.spans
+        if self.unknown:
+            return dict.fromkeys(("backward_local_seconds", "sync_wait_seconds"), math.nan)
         if device is None or not spans:
             return {}
         marks = list(
@@ -145,11 +149,16 @@ class DeviceClock:
 
     Args:
         hooks: see the gradients.
-        make: makes the events of the device; None where there is none to be timed.
+        make: makes the events of the device that a model is on; None where that cannot be timed.
     """
 
     def __init__(
-        self, bus: Bus, state: StepState, guard: Guard, hooks: GradientHooks, make: Callable[[], Device | None]
+        self,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        hooks: GradientHooks,
+        make: Callable[[torch.device], Device | None],
     ) -> None:
         self._state, self._guard, self._hooks, self._make = state, guard, hooks, make
         self._device: Device | None = None
@@ -276,13 +285,25 @@ class DeviceClock:
         if self._device is not None:
             event.record.parts[DeviceTimes] = DeviceTimes(self._device, self._spans)
             self._cut()
-        elif (device := self._make()) is not None:
-            self._device = device
-            self._begin()
+        elif torch.cuda.is_initialized() or self._make is not cuda_device:
+            on = next((place for wrapper in self._state.wrappers if (place := _place(wrapper.module()))), None)
+            if on is not None and (device := self._make(on)) is not None:
+                self._device = device
+                self._begin()
+            elif on is not None and on.type == "cuda":  # the host's clock does not tell computing from waiting there
+                event.record.parts[DeviceTimes] = DeviceTimes(unknown=True)
 
 
-def cuda_device() -> Device | None:
-    """Return the current CUDA device, None as long as nothing in this process uses one."""
-    if not torch.cuda.is_initialized():
+def _place(module: torch.nn.Module | None) -> torch.device | None:
+    parameter = None if module is None else next(iter(internals.parameters(module)), None)
+    return None if parameter is None else parameter.device
+
+
+def cuda_device(on: torch.device) -> Device | None:
+    """Return the current CUDA device, None where the model is on another one: an event would go to the wrong stream.
+
+    A rank that has not called `torch.cuda.set_device` would have a context on device 0 for it.
+    """
+    if on.type != "cuda" or on.index != torch.cuda.current_device():
         return None
     return Device(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import device_times
-from ddpdebug.probes.device_times import Device, DeviceClock
+from ddpdebug.probes.device_times import Device, DeviceClock, cuda_device
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.schema.row import Row, decode
 
@@ -85,7 +85,7 @@ class Rank:
         self.probes = Probes(self.guard, self.records.append, lambda *_, **__: None, lambda *_: False)
         self.stream = Stream()
         device = Device(self.stream.event, lambda: self.stream.captured)
-        DeviceClock(self.probes.bus, self.probes.state, self.guard, self.probes.hooks, lambda: device)
+        DeviceClock(self.probes.bus, self.probes.state, self.guard, self.probes.hooks, lambda _: device)
         self.probes.patches.install()
         self.model = DistributedDataParallel(Slow(self.stream))
         self.model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
@@ -218,3 +218,11 @@ def test_what_raises_leaves_nothing_open(rank: Rank) -> None:
     handle.remove()
     rank.step()
     assert rank.row().forward_seconds == 1.0
+
+
+def test_a_model_on_another_device_than_the_current_one_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its events would go to the wrong stream, and give each rank a context on the first device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert cuda_device(torch.device("cuda", 1)) is None
+    assert cuda_device(torch.device("cpu")) is None
+    assert cuda_device(torch.device("cuda", 0)) is not None
