@@ -15,6 +15,7 @@ from ddpdebug.schema.row import DIGESTS, Flag, Row, decode, encode
 def _row(rank: int, step: int = 7, *, odd: bool = False, **fields: object) -> bytes:
     digests = {name: 1000 + place for place, name in enumerate(DIGESTS)}
     own = {"batch_digest": 5000 + rank, "rng_digest": 6000 + rank, "loss": 1.0 + rank / 100, "step_seconds": 0.1}
+    own["backward_seconds"] = 0.0
     if odd:
         own["params_after_digest"] = 1
     return encode(Row(rank=rank, step=step, **{**digests, **own, **fields}))  # type: ignore[arg-type]

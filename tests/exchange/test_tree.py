@@ -156,7 +156,7 @@ class World:
 
 
 def _row(rank: int, step: int, **fields: object) -> bytes:
-    return encode(Row(rank=rank, step=step, params_after_digest=step + 1, **fields))  # type: ignore[arg-type]
+    return encode(Row(rank=rank, step=step, params_after_digest=step + 1, backward_seconds=0.0, **fields))  # type: ignore[arg-type]
 
 
 def test_every_rank_hears_the_same() -> None:
