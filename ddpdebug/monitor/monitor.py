@@ -99,13 +99,13 @@ _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "on_hang", "guard", "max_skips")
 _OF_HANGS = ("progress", "waiting")
-#: What the ranks say to each other; anything else is of no version that we know.
 #: Of very many ranks: what was found, who is asked for what, and rows of steps of which all are wanted.
 _OF_MANY = frozenset({"findings", "ask", "rows", "row"})
 #: What only the rank that judges needs, where ranks are very many.
 _REPORTS = frozenset({"detail", "row", "trouble"})
 #: Announcements that all ranks act upon.
 _FOR_ALL = frozenset({End.topic, Failure.topic, MemoryState.topic, Hang.topic, HangOver.topic})
+#: What the ranks say to each other; anything else is of no version that we know.
 _MESSAGES = frozenset(
     (
         "detail",
