@@ -242,7 +242,9 @@ class Exchange:
         return self._closing is not None and time.monotonic() - self._closing > LEAVE_SECONDS
 
     def close(self, timeout: float | None = None) -> bool:
-        """Deliver what is queued, leave, and end the thread; return whether it ended in time.
+        """Deliver what is queued, leave, and end the thread; return whether it does nothing any more.
+
+        It may still connect to a rank that has gone meanwhile; nothing comes of that.
 
         Args:
             timeout: seconds; None is a second more than the others are waited for.
@@ -263,7 +265,7 @@ class Exchange:
         if self._thread.is_alive():
             self._drop_group()
             self._thread.join(0.3)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() or self._lose(self.unmet(), unmet=True)
 
     def _unanswered(self) -> bool:
         asked, closing = self._asked, self._closing
@@ -301,7 +303,13 @@ class Exchange:
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
         """End the comparison, from any thread; the first reason counts, and the others hear it unless `silent`."""
+        self._lose(reason, silent=silent)
+
+    def _lose(self, reason: str, *, silent: bool = False, unmet: bool = False) -> bool:
+        """End the comparison, if asked so only where it has not begun; return whether this call did."""
         with self._wake_lock:
+            if unmet and self.state != MEETING:
+                return False
             known, self._over = self._over, True
             if not known:
                 self.reason, self.state = reason, LOST
@@ -310,9 +318,10 @@ class Exchange:
             self._forget_words()
             self._wake.put(None)
         if known:
-            return
+            return False
         with suppress(Exception):  # whoever is told must not end what tells
             self._on_lost(reason)
+        return True
 
     def _drop_group(self) -> None:
         """Let the others' gathers fail now, so that they learn of it."""

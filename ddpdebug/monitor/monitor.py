@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -301,31 +301,52 @@ class Monitor:
             return
         while self._leaving:  # the other thread ends this process, and another rank's end has thrown the script out
             time.sleep(1.0)
-        self.guard.run("close:hang", self._follow, reason)
-        run, error = self.guard.run, error or sys.exc_info()[1]
-        run("close:by-hand", self.probes.recorder.end_by_hand)
-        run("close:memory", self.memory.close, error)
-        run("close:last-state", self.probes.last_state.look_back)
-        self.probes.last_state.close()
-        self._closed = True
-        run("close:optimizers", self.probes.recorder.end)
-        run("forensics:agreement", self.agreement.run, self.probes.state.wrappers, -1, last=True)
-        whole = reason == "finished" and (
-            bool(self.command) or run("close:loaders", lambda: self.probes.loaders.repeated)
+        error, thrown = error or sys.exc_info()[1], None
+        for act in self._last_acts(reason, exit_code, error):
+            try:
+                act()
+            except BaseException as caught:  # noqa: BLE001 - a signal handler's of the script: the others hear the end first
+                thrown = thrown or caught
+        if thrown is not None:
+            raise thrown
+
+    def _last_acts(
+        self, reason: str, exit_code: int | None, error: BaseException | None
+    ) -> tuple[Callable[[], object], ...]:
+        run, contain, probes = self.guard.run, self.guard.contain, self.probes
+        yields = cache(lambda: bool(run("close:spawned", self._is_run_of_others)))
+        return (
+            lambda: run("close:hang", self._follow, reason),
+            lambda: run("close:by-hand", probes.recorder.end_by_hand),
+            lambda: run("close:memory", self.memory.close, error),
+            lambda: run("close:last-state", probes.last_state.look_back),
+            probes.last_state.close,
+            self._seal,
+            lambda: run("close:optimizers", probes.recorder.end),
+            lambda: run("forensics:agreement", self.agreement.run, probes.state.wrappers, -1, last=True),
+            lambda: run("close:patches", probes.remove, finished=self._is_whole(reason)),
+            lambda: run("close:hooks", probes.release),
+            lambda: yields() or run("close:exchange", self._leave, reason, error),
+            lambda: run("close:coverage", self.covering.close, look=not yields()),
+            self._let_store_go,
+            lambda: contain("close:end", self._end, reason, exit_code),
+            lambda: self.fanout is None or contain("close:sinks", self.fanout.close),
+            # one that no sink has given the end has nothing to wait for
+            lambda: self._keeper is None or contain("close:keeper", self._keeper.close),
         )
-        run("close:patches", self.probes.remove, finished=bool(whole))  # of a script, or of an epoch
-        run("close:hooks", self.probes.release)
-        yields = run("close:spawned", self._is_run_of_others)
-        if not yields:
-            run("close:exchange", self._leave, reason, error)
-        run("close:coverage", self.covering.close, look=not yields)
-        # a store in a file deletes that with its last connection; the interpreter ends before it drops ours
+
+    def _seal(self) -> None:
+        self._closed = True
+
+    def _let_store_go(self) -> None:
+        """Drop a store in a file, which goes with its last connection: the interpreter ends before it drops ours."""
         self._store = self._roll = None
-        self.guard.contain("close:end", self._end, reason, exit_code)
-        if self.fanout is not None:
-            self.guard.contain("close:sinks", self.fanout.close)
-        if self._keeper is not None:  # one that no sink has given the end has nothing to wait for
-            self.guard.contain("close:keeper", self._keeper.close)
+
+    def _is_whole(self, reason: str) -> bool:
+        """Tell whether what has ended is a script, or an epoch."""
+        return reason == "finished" and bool(
+            self.command or self.guard.run("close:loaders", lambda: self.probes.loaders.repeated)
+        )
 
     def _end(self, reason: str, exit_code: int | None) -> None:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))

@@ -217,17 +217,22 @@ def test_a_dead_group_ends_the_loop_and_is_reported_once() -> None:
 
 
 def test_closing_does_not_wait_for_a_group_that_never_connects() -> None:
-    """A rank that nobody joins still ends within its time."""
-    never = threading.Event()
+    """A rank that nobody joins still ends within its time, and its thread ticks no more, whatever comes of it."""
+    never, ticks, lost = threading.Event(), list[module.Tick](), list[str]()
 
     def connect(_generation: int, _members: tuple[int, ...]) -> module.Group:
         never.wait()
-        raise RuntimeError("nobody came")
+        return HubGroup(Hub(1), 0)
 
-    exchange = Exchange(0, 2, connect, lambda _tick: False, lambda _reason: None)
+    exchange = Exchange(0, 1, connect, lambda tick: bool(ticks.append(tick)), lost.append)
+    exchange.state = module.MEETING  # as of two ranks
     exchange.start()
-    assert not exchange.close(timeout=0.2)
+    assert exchange.close(timeout=0.2)
+    assert exchange.lost
+    assert len(lost) == 1
     never.set()
+    _until(lambda: "ddpdebug" not in {thread.name for thread in threading.enumerate()})
+    assert ticks == []
 
 
 def test_the_bytes_of_a_tick_do_not_depend_on_what_the_ranks_say_elsewhere() -> None:

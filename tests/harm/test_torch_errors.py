@@ -225,6 +225,17 @@ for step in range(6):
     "a rank that goes without a word": Case(
         "FAIL1024", _LEAVES.format("os._exit(0)"), ranks=2, failing=(1,), tells="without a word"
     ),
+    "a rank that goes before the others are met": Case(
+        "FAIL1024",
+        """import sys, time
+if internals := sys.modules.get("ddpdebug.torch_internals"):
+    internals.GlooGroup = lambda *place: time.sleep(600)  # the ranks' side group waits for a rank that has gone
+"""
+        + _LEAVES.format("os._exit(0)"),
+        ranks=2,
+        failing=(1,),
+        tells="without a word",
+    ),
     "a method of the model": Case(
         "FAIL1043", _MODEL + "ddp = DDP(model)\nddp.generate(torch.randn(4, 8))  # here\n", **_BOTH
     ),

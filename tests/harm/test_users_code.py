@@ -57,3 +57,34 @@ def test_same_as_without(kind: str, pairs: dict[str, Any], compare: Callable[...
         assert "RAISED" in plain[0]["out"]
     if kind in {"complex", "csr"}:
         assert watched[0]["err"].count("Warning") == plain[0]["err"].count("Warning"), watched[0]["err"]
+
+
+_INTERRUPTED_END = """import signal, sys, torch
+class Preempted(Exception): pass
+def preempted(number, frame): raise Preempted(number)
+signal.signal(signal.SIGALRM, preempted)
+model = torch.nn.Linear(4, 2)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+if entries := sys.modules.get("ddpdebug.probes.entries"):  # the signal comes while the hooks are taken away
+    entries.Entries.close = lambda self, *_: signal.raise_signal(signal.SIGALRM)
+else:
+    signal.raise_signal(signal.SIGALRM)
+"""
+
+
+def test_a_signal_at_the_end_ends_the_job_once_the_end_is_told(run_jobs: Run, tmp_path: Path) -> None:
+    """What the script's handler raises is raised, by a run whose outcome is known."""
+    (tmp_path / "ends.py").write_text(_INTERRUPTED_END)
+    jobs = [
+        {"script": str(tmp_path / "ends.py"), "ranks": 1, "options": options, "cwd": str(tmp_path)}
+        for options in (None, _OPTIONS)
+    ]
+    (plain,), (watched,) = run_jobs(jobs)
+    assert plain["status"] == watched["status"] == 1
+    assert "Preempted: 14" in watched["err"]
+    outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+    assert outcome["steps"] == {"0": 3}

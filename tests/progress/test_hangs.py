@@ -94,6 +94,8 @@ def _left(kind: str, says: str, **more: Any) -> Fault:
 
 
 _KILLED = "killed by SIG|no process any more"
+#: How torch tells of a worker that was killed, by who sees it first: the signal's handler, the loader, the queue.
+_WORKER = r"worker \(pid.* (is killed by signal|exited unexpectedly)|ConnectionResetError"
 FAULTS = (
     _stuck("lock", "waits for a lock", quick=True),
     _stuck("lock", "waits for a lock", rank=0, world=4),
@@ -153,7 +155,7 @@ FAULTS = (
     _left("uneven", "finished", rank=2, world=4),
     _left("raise", "KeyError: 'no such sample'", mark="stops"),
     _left("raise", "KeyError: 'no such sample'", rank=0, world=4, mark="stops"),
-    _left("worker_killed", "worker .* killed by signal", rank=3, world=4),
+    _left("worker_killed", _WORKER, rank=3, world=4),
 )
 TRAPS = (
     Trap(kind="imports", rank=0, seconds=60),
