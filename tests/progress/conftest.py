@@ -25,18 +25,18 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return f"{val.kind}-{val.rank}-of-{val.world}" if isinstance(val, Job) else None
 
 
-def _job_of(item: Any) -> Job | None:
-    """Return the job that a test asks for: its parameter `job`, or that of its `case`."""
+def _jobs_of(item: Any) -> list[Job]:
+    """Return the jobs that a test asks for: its parameter `job`, that of its `case`, or those of its `cases`."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    job: Job | None = params["case"].job() if "case" in params else params.get("job")
-    return job
+    cases = params.get("cases", [params["case"]] if "case" in params else [])
+    return [case.job() for case in cases] or [job for job in [params.get("job")] if job]
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Result]:
     """What came of the jobs of all tests of a file that were chosen."""
     here, folder = Path(str(request.node.path)), tmp_path_factory.mktemp("jobs")
-    jobs = list(dict.fromkeys(job for item in request.session.items if item.path == here and (job := _job_of(item))))
+    jobs = list(dict.fromkeys(job for item in request.session.items if item.path == here for job in _jobs_of(item)))
     asked = [asdict(replace(job, folder=str(folder / str(number)))) for number, job in enumerate(jobs)]
     done = subprocess.run(
         [sys.executable, _HERE / "jobs.py", "--jobs", str(_AT_ONCE), "-"],
@@ -52,6 +52,5 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def result(request: pytest.FixtureRequest, results: dict[Job, Result]) -> Result:
     """What came of the job that the test asks for."""
-    job = _job_of(request.node)
-    assert job is not None
+    (job,) = _jobs_of(request.node)
     return results[job]
