@@ -90,6 +90,10 @@ class SameBatches(Detector):
     def can_show(self, step: Step) -> bool:
         return bool(_fingerprints(step))
 
+    def wants_all(self, step: Step) -> bool:
+        shown = _fingerprints(step)
+        return len({*shown.values()}) < len(shown)
+
     def detect(self, step: Step) -> Findings:
         self._next = max(self._next, step.step + 1)
         shown = _fingerprints(step)
