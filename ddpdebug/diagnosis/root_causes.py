@@ -248,7 +248,8 @@ class Incidents:
             ):
                 return incident
         for name, incident in self._adopted.items():
-            if incident.finding.code == finding.code and rule.incident_key(incident.finding) == key:
+            other = incident.finding  # who has not seen how it began may explain the same difference in another way
+            if other.code == finding.code and (rule.incident_key(other) == key or other.ranks == finding.ranks):
                 incident.group = group
                 return self._adopted.pop(name)
         before = self._before(rule, finding, group)
