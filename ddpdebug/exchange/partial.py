@@ -110,16 +110,21 @@ class StepPart:
         row = decode(data) if row is None else row
         for number, read in enumerate(EXTREMES):
             value, known = read(row), self.first[number]
-            if value == value and (known is None or (value, -row.rank) > (known[0], -known[1])):  # noqa: PLR0124 - NaN
+            if known is None:
+                if value == value:  # noqa: PLR0124 - NaN
+                    self.first[number] = value, row.rank, data
+            elif value > known[0] or (value == known[0] and row.rank < known[1]):
                 self.first[number] = value, row.rank, data
 
     def merge(self, other: StepPart) -> None:
         """Add what other ranks say of the same step."""
         for key, (members, data) in other.classes.items():
             self._join(key, members, data)
-        for found in other.first:
-            if found is not None:
-                self.look(found[2])
+        for number, (known, found) in enumerate(zip(self.first, other.first, strict=True)):
+            if found is None:
+                continue
+            if known is None or found[0] > known[0] or (found[0] == known[0] and found[1] < known[1]):
+                self.first[number] = found
         self.some, self.common = self.some | other.some, self.common & other.common
         self.known = [a + b for a, b in zip(self.known, other.known, strict=True)]
         self.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]

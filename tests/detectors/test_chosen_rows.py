@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,3 +199,12 @@ def test_ranks_that_are_numbered_higher_than_the_rows_make_no_group_smaller() ->
     assert not separate_groups(replace(chosen_step(key, part, 40), facts=group))
     assert separate_groups(replace(chosen_step(key, part, 80), facts=group))
     assert not chosen_step(key, part, 80).complete
+
+
+def test_the_decision_says_which_rules_judge_by_the_rows_of_all() -> None:
+    """And which ask for them."""
+    lines = [line.split("|")[1:3] for line in _DECISION.read_text().splitlines() if line.startswith("| ")]
+    said = {what.strip(): {*re.findall(r"[A-Z]+\d{3}", rules)} for rules, what in lines}
+    assert said["the rows of all, as they come"] == BLIND
+    asking = {rule.code for rule in RULES if rule.wants_all is not Detector.wants_all}
+    assert set().union(*(codes for what, codes in said.items() if "ask for" in what or "asks for" in what)) == asking
