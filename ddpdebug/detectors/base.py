@@ -116,7 +116,7 @@ class Detector:
     every_sample: ClassVar[bool] = False
     #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
     last_state: ClassVar[bool] = False
-    #: Judges no step of which the rows of some ranks stand for all: sums and counts over ranks, who is like whom.
+    #: Judges no step of which the rows of some ranks stand for all: who of them is like whom.
     all_ranks: ClassVar[bool] = False
     #: Topics of announcements (`announcements.py`), without `:<k>`, for which `compare` is called when all have spoken.
     topics: ClassVar[tuple[str, ...]] = ()
@@ -149,6 +149,10 @@ class Detector:
 
     def suspects(self, step: Step) -> bool:
         """Whether the details in `wants` are worth asking for; called before `detect`, must not change the memory."""
+        return False
+
+    def wants_all(self, step: Step) -> bool:
+        """Whether chosen rows show that the rows of all ranks are worth asking for; must not change the memory."""
         return False
 
     # --- for the diagnosis --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def _classes(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses
     columns = [column for name in parted if (column := _column(step, name, families))]
     if columns:
         return {rank: tuple(column[rank] for column in columns) for rank in step.rows}
-    return {} if len(step.rows) == step.world else None  # who is missing may be the one that differs
+    return {} if step.complete else None  # who is missing may be the one that differs
 
 
 def _column(step: Step, name: str, families: Sequence[Sequence[int]]) -> dict[int, object]:
@@ -145,6 +146,13 @@ def agree_within(tolerance: float, by_rank: Mapping[int, Mapping[str, Any]], nam
         if not within(tolerance, [float(number) for number in numbers if number is not None]):
             return False
     return True
+
+
+def median_without(values: Sequence[float], value: float) -> float:
+    """Return the median of sorted values without one of them."""
+    place, half = bisect_left(values, value), (len(values) - 1) // 2
+    low, high = (values[i + (i >= place)] for i in (half - (len(values) % 2), half))
+    return (low + high) / 2 if len(values) % 2 else high
 
 
 def text_of(ranks: Collection[int]) -> str:

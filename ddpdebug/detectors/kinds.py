@@ -93,6 +93,10 @@ class StreakRule(Detector):
         shown = self.shown(step)
         if shown is None:
             return
+        if step.chosen:  # who is not there is an ordinary rank
+            for key in self.running(step.optimizer):
+                if key not in shown:
+                    del self._streaks[step.optimizer, key]
         for key, shows in shown.items():
             if shows:
                 self._streaks[step.optimizer, key] = self._longer(step, key)
@@ -119,6 +123,8 @@ class ComparisonRule(Detector):
     """
 
     incident: ClassVar[tuple[str, ...]] = ("subject", "phase", "location")
+    #: Judges chosen rows of ranks that have parted as well: one rank of each kind says what it looks for.
+    by_kind: ClassVar[bool] = False
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         """What each rank shows, empty when they agree, None when the step cannot tell; called for every step."""

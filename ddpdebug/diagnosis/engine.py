@@ -143,6 +143,19 @@ class Diagnosis:
         self._ask(self._queue[-1])
         return self.requests()
 
+    def curious(self, step: Step) -> list[str]:
+        """Return the rules for which the rows of all ranks are worth asking for, by what chosen rows show."""
+        asking = [rule for rule in self._rules if type(rule).wants_all is not Detector.wants_all]
+        step = replace(step, facts=self._facts)
+        return [rule.code for rule in asking if self._run(rule, False, rule.wants_all, step)]
+
+    def adopt(self, findings: Iterable[Finding]) -> None:
+        """Take what another rank has found, which this one goes on from when it judges."""
+        rules = {rule.code: rule for rule in self._rules}
+        for finding in findings:
+            if finding.code in rules:
+                self._incidents.adopt(rules[finding.code], finding)
+
     def requests(self) -> list[Request]:
         """Return what the ranks are asked since the last call."""
         requests, self._outbox = self._outbox, []
@@ -419,14 +432,15 @@ class Diagnosis:
 
 def _is_beyond(rule: Detector, step: Step) -> bool:
     """Whether chosen rows cannot show what a rule looks for."""
-    return step.chosen and (rule.all_ranks or (step.parted and isinstance(rule, ComparisonRule)))
+    compares = isinstance(rule, ComparisonRule) and not rule.by_kind
+    return step.chosen and (rule.all_ranks or (step.parted and compares))
 
 
 def _asked(step: Step) -> frozenset[int]:
     """Return who is asked about a step: all ranks, of very many some of each kind, most of the largest."""
     if len(step.rows) <= FLAT:
         return frozenset(step.rows)
-    kinds: dict[tuple[int, ...], list[int]] = {}
+    kinds: dict[tuple[float, ...], list[int]] = {}
     for rank, row in step.rows.items():
         kinds.setdefault(kind_of(row), []).append(rank)
     largest, *others = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))

@@ -97,7 +97,9 @@ _MARKS = int(Flag.LOCAL_ONLY | Flag.AVERAGED)
 
 
 def _with_flags(step: Step, change: Callable[[int], int]) -> Step:
-    return replace(step, rows={rank: row._replace(flags=change(int(row.flags))) for rank, row in step.rows.items()})
+    rows = {rank: row._replace(flags=change(int(row.flags))) for rank, row in step.rows.items()}
+    told = step.told and replace(step.told, some=change(step.told.some), common=change(step.told.common))
+    return replace(step, rows=rows, told=told)
 
 
 def _is_apart(step: Step, replicas: _Replicas) -> bool:

@@ -186,6 +186,7 @@ class Incidents:
         self._new: list[Incident] = []
         self._closed: deque[Incident] = deque(maxlen=_MAX_CLOSED)
         self._touched: list[Incident] = []  # closed, or told again at the end of the tick
+        self._adopted: dict[str | None, Incident] = {}  # what another rank has found, by id
 
     def group(self, rule: Detector, optimizer: int | None) -> Group:
         """Return the group of a rule for an optimizer (None: what no optimizer owns)."""
@@ -193,6 +194,13 @@ class Incidents:
         if key not in self._groups:
             self._groups[key] = Group(world=self.world)
         return self._groups[key]
+
+    def adopt(self, rule: Detector, finding: Finding) -> None:
+        """Take what another rank has found: its number is used, and who finds it again has found nothing new."""
+        number = (finding.id or "").rpartition("-")[2]
+        if number.isdecimal():
+            self._numbers[finding.code] = max(self._numbers.get(finding.code, 0), int(number))
+        self._adopted[finding.id] = Incident(rule, finding, Group(self.world), told=finding.count)
 
     def close(self, incidents: Iterable[Incident]) -> None:
         """Let incidents go; they are told once more if their count grew."""
@@ -239,6 +247,11 @@ class Incidents:
                 and rule.incident_key(incident.finding) == key
             ):
                 return incident
+        for name, incident in self._adopted.items():
+            other = incident.finding  # who has not seen how it began may explain the same difference in another way
+            if other.code == finding.code and (rule.incident_key(other) == key or other.ranks == finding.ranks):
+                incident.group = group
+                return self._adopted.pop(name)
         before = self._before(rule, finding, group)
         if before is not None and _is_back(before, _since(before, finding)):
             return before
@@ -271,7 +284,7 @@ class Incidents:
         rule, finding, upstream = incident.rule, incident.finding, causality.explained_by(incident.rule.code)
         found = [
             c
-            for c in self._open()
+            for c in (*self._open(), *self._adopted.values())
             if c is not incident and c.finding.code in upstream and rule.explained_by(finding, c.finding)
         ]
         if not found:

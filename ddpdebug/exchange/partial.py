@@ -10,12 +10,13 @@ Sets of ranks are integers, one bit for each rank.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ddpdebug.schema.row import ROW_BYTES, Flag, Row, decode
-from ddpdebug.schema.step import kind_of
+from ddpdebug.schema.step import SUMS, Summary, kind_of
 
 #: Classes of one step that are told apart. Where there are more the ranks have little in common: the others are one.
 MAX_CLASSES = 8
@@ -28,16 +29,24 @@ EXTREMES: tuple[Callable[[Row], float], ...] = (
     lambda row: row.local_grad_norm,
     lambda row: row.host_private_bytes,
     lambda row: row.device_peak_bytes,
+    lambda row: row.device_allocated_bytes,
+    lambda row: row.device_reserved_bytes - row.device_peak_bytes,
+    lambda row: row.host_peak_bytes,
+    lambda row: row.workers_bytes,
+    lambda row: row.live_graphs,
+    lambda row: row.syncs,
+    lambda row: -row.syncs,
     lambda row: row.rank,  # so that there are always two
 )
 
 _MASK = struct.Struct("<IH")  # its first byte, and how many follow
 _HEAD = struct.Struct("<qqqqqIII")  # progress, least, most, heard, rows that wait, steps, messages, reports
 _STEP = struct.Struct("<qq??HH")  # optimizer, step, last, the last class is the rest, classes, first ranks
+_SUMMARY = struct.Struct(f"<qq{len(SUMS)}I{len(SUMS)}d")  # flags of some and of all, who knows a sum, sums
 _TEXT = struct.Struct("<I")
 
 #: The class of ranks that have nothing in common.
-REST: tuple[int, ...] = ()
+REST: tuple[float, ...] = ()
 Message = tuple[int, bytes]  # who says it, and what
 #: Optimizer, step, and whether it is about what the run's last step has left (`Flag.LAST_STATE`).
 Key = tuple[int, int, bool]
@@ -52,10 +61,26 @@ def ranks_of(mask: int) -> Iterator[int]:
 
 @dataclass(slots=True)
 class StepPart:
-    """The rows of one step that are kept, by class: who is in it, and the row of its lowest rank."""
+    """The rows of one step that are kept, by class: who is in it, and the row of its lowest rank.
 
-    classes: dict[tuple[int, ...], tuple[int, bytes]] = field(default_factory=dict)
+    Args:
+        some: flags that some rank has.
+        common: flags that every rank has.
+        known, sums: for each of `SUMS`, how many ranks know it, and what they add up to.
+    """
+
+    classes: dict[tuple[float, ...], tuple[int, bytes]] = field(default_factory=dict)
     first: list[tuple[float, int, bytes] | None] = field(default_factory=lambda: [None] * len(EXTREMES))
+    some: int = 0
+    common: int = -1
+    known: list[int] = field(default_factory=lambda: [0] * len(SUMS))
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(SUMS))
+
+    @property
+    def summary(self) -> Summary:
+        """What the ranks say together."""
+        sums = dict(zip(SUMS, zip(self.known, self.sums, strict=True), strict=True))
+        return Summary(some=self.some, common=self.common, sums=sums)
 
     @property
     def ranks(self) -> int:
@@ -65,33 +90,46 @@ class StepPart:
             found |= members
         return found
 
-    def any(self, flags: int) -> bool:
-        """Tell whether some kind of ranks has one of the flags."""
-        return any(decode(data).flags & flags for _, data in self.classes.values())
-
     def add(self, data: bytes, members: int, *, rest: bool = False) -> None:
         """Take the row of a class, or of ranks that have nothing in common."""
         row = decode(data)
         self._join(REST if rest else kind_of(row), members, data)
         self.look(data, row)
 
+    def count(self, row: Row) -> None:
+        """Add what a rank says to what all say together."""
+        flags = int(row.flags)
+        self.some, self.common = self.some | flags, self.common & flags
+        for number, read in enumerate(SUMS.values()):
+            if math.isfinite(value := read(row)):
+                self.known[number] += 1
+                self.sums[number] += value
+
     def look(self, data: bytes, row: Row | None = None) -> None:
         """Keep a row where its rank is first in something; of equals the lowest rank is."""
         row = decode(data) if row is None else row
         for number, read in enumerate(EXTREMES):
             value, known = read(row), self.first[number]
-            if value == value and (known is None or (value, -row.rank) > (known[0], -known[1])):  # noqa: PLR0124 - NaN
+            if known is None:
+                if value == value:  # noqa: PLR0124 - NaN
+                    self.first[number] = value, row.rank, data
+            elif value > known[0] or (value == known[0] and row.rank < known[1]):
                 self.first[number] = value, row.rank, data
 
     def merge(self, other: StepPart) -> None:
         """Add what other ranks say of the same step."""
         for key, (members, data) in other.classes.items():
             self._join(key, members, data)
-        for found in other.first:
-            if found is not None:
-                self.look(found[2])
+        for number, (known, found) in enumerate(zip(self.first, other.first, strict=True)):
+            if found is None:
+                continue
+            if known is None or found[0] > known[0] or (found[0] == known[0] and found[1] < known[1]):
+                self.first[number] = found
+        self.some, self.common = self.some | other.some, self.common & other.common
+        self.known = [a + b for a, b in zip(self.known, other.known, strict=True)]
+        self.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
 
-    def _join(self, key: tuple[int, ...], members: int, data: bytes) -> None:
+    def _join(self, key: tuple[float, ...], members: int, data: bytes) -> None:
         known = self.classes.get(key)
         if known is None and len(self.classes) >= MAX_CLASSES:
             key = REST
@@ -143,6 +181,7 @@ class Partial:
         row = decode(data)
         part = self.steps.setdefault(key_of(row), StepPart())
         part.add(data, 1 << row.rank)
+        part.count(row)
 
     def merge(self, other: Partial) -> None:
         """Add what other ranks say."""
@@ -176,6 +215,7 @@ class Partial:
             classes = sorted(part.classes.items(), key=lambda item: item[0] == REST)
             about = optimizer, step, last, REST in part.classes, len(classes), len(first)
             parts.append(_STEP.pack(*about))
+            parts.append(_SUMMARY.pack(part.some, part.common, *part.known, *part.sums))
             parts += [_mask(members) + data for _, (members, data) in classes]
             parts += first.values()
         for mask, text in (*self.messages, *self.reports):
@@ -196,6 +236,8 @@ class Partial:
         for _ in range(steps):
             optimizer, step, last, rest, classes, first = reader.take(_STEP)
             part = found.steps[optimizer, step, bool(last)] = StepPart()
+            part.some, part.common, *numbers = reader.take(_SUMMARY)
+            part.known, part.sums = numbers[: len(SUMS)], list(map(float, numbers[len(SUMS) :]))
             for number in range(classes):
                 members = reader.mask()
                 part.add(reader.bytes(ROW_BYTES), members, rest=bool(rest) and number == classes - 1)

@@ -473,7 +473,7 @@ class Monitor:
     def _make_exchange(self, *calls: Any) -> Exchange:
         if self.world <= FLAT:
             return Exchange(self.rank, self.world, *calls)
-        self._many, self._judges = ManyRanks(self.world, self._want_rows), self.rank == 0
+        self._many, self._judges = ManyRanks(self.world, self._want_rows, self._curious), self.rank == 0
         return TreeExchange(self.rank, self.world, *calls)
 
     def _watch_progress(self) -> ProgressWatch | None:
@@ -517,6 +517,9 @@ class Monitor:
 
     def _want_rows(self, key: Key) -> None:
         self._say("rows", key=list(key))
+
+    def _curious(self, step: Step) -> Sequence[str]:
+        return self._back.run("diagnosis", self._diagnosis.curious, step) or ()
 
     def _beats_prefix(self) -> str:
         return f"ddpdebug/{self._number}/{'' if self._roll is None else self._roll.token}"
@@ -829,14 +832,14 @@ class Monitor:
             many.parts.add(key, part)
         everyone = sum(1 << rank for rank in tick.members)
         for key, part in many.parts.ready(everyone):
-            step = chosen_step(key, part)
+            step = chosen_step(key, part, self.world)
             if not step.any(Flag.LAST_STATE):
                 self._learn(step)
             if self._judges:
                 many.whole.add(key, part, step)
             elif not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
                 rows = dict(sorted({**step.rows, **many.rows.own(key)}.items()))
-                self._tell_step(replace(step, rows=rows, world=len(rows)))
+                self._tell_step(replace(step, rows=rows))
         for step in many.whole.ready():
             self._feed(step)
 
@@ -916,6 +919,8 @@ class Monitor:
                 self._report(many.unheard.pop(0), self._progress)
                 return
             found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
+            if not self._judges:  # whoever judges next goes on from these
+                self._back.run("diagnosis", self._diagnosis.adopt, [finding for finding, _ in found])
             self._report(found, self._progress)
         elif kind == "ask":
             if self.rank in message["ranks"]:
@@ -1107,7 +1112,7 @@ class Monitor:
         many = self._many
         assert many is not None
         for key, part in many.parts.ready(0, everything=True):
-            many.whole.add(key, part, chosen_step(key, part))
+            many.whole.add(key, part, chosen_step(key, part, self.world))
         for step in many.whole.ready(everything=True) if self._judges else ():
             self._feed(step)
 

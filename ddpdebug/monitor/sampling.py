@@ -149,7 +149,7 @@ class Signs:
             "parted norms": _norms_part(step),
             "skipped": step.any(Flag.SKIPPED) or step.any(Flag.GUARD_SKIPPED),
             "scale": self._scale_changes(step),
-            "absent": len(step.rows) < step.world,
+            "absent": not step.complete,
         }
         shown = frozenset(name for name, is_there in found.items() if is_there)
         new, self._shown = shown - self._shown, shown

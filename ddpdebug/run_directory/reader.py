@@ -24,6 +24,9 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 | `bundles/*/`, `ranks/<rank>/bundles/*/` | rank 0, each other rank | replay bundles; `docs/replay.md` |
 | `ranks/<rank>/memory/` | each rank | summaries of failed allocations, see `forensics/memory/oom.py` |
 
+Of more ranks than `schema.step.FLAT` a step's rows are mostly chosen ones; the observation `chosen` before them says
+what these stand for.
+
 Of `steps` and `observations` the first file and the newest are kept, at most `CAP_BYTES` together.
 """
 
@@ -31,8 +34,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ from ddpdebug.schema.announcements import End
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.hangs import is_over
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Row, decode
-from ddpdebug.schema.step import Step, step_of
+from ddpdebug.schema.step import SUMS, Step, Summary, step_of
 from ddpdebug.schema.wire import from_json
 
 RUN = "run.json"
@@ -291,10 +294,17 @@ def numbered_steps(directory: Path) -> Iterator[tuple[int, Step]]:
     """
     world = read_run(directory).get("world")
     rows = numbered_rows(directory)
+    told = (one for one in read_observations(directory) if one.kind == "chosen")
+    about = next(told, None)
     for (optimizer, step), group in groupby(rows, key=lambda item: (item[1].optimizer, item[1].step)):
         numbered = list(group)
         by_rank = {row.rank: row for _, row in numbered}
-        yield numbered[0][0], step_of(optimizer, step, by_rank, world or len(by_rank))
+        number = numbered[0][0]
+        while about is not None and about.rows < number:
+            about = next(told, None)
+        found = step_of(optimizer, step, by_rank, world or len(by_rank))
+        known = about is not None and about.rows == number
+        yield number, with_chosen(found, about.payload) if known and about is not None else found
 
 
 def read_steps(directory: Path) -> Iterator[Step]:
@@ -320,7 +330,48 @@ def last_state(step: Step) -> dict[str, Any]:
         str(rank): {"flags": row.flags, **{name: f"{getattr(row, name):016x}" for name in _LAST_STATE}}
         for rank, row in step.rows.items()
     }
-    return {"optimizer": step.optimizer, "step": step.step, "rows": rows}
+    about = {"chosen": chosen_of(step)} if step.looks_chosen else {}
+    return {"optimizer": step.optimizer, "step": step.step, "rows": rows, **about}
+
+
+def chosen_of(step: Step) -> dict[str, Any]:
+    """Return the record of what a step's rows stand for, where they are chosen ones or might be taken for these."""
+    if not step.chosen:
+        return {"chosen": False}
+    kinds = {str(lowest): _ranges(ranks) for lowest, ranks in step.kinds.items()}
+    told = None if step.told is None else asdict(step.told)
+    return {"chosen": True, "kinds": kinds, "others": _ranges(step.others), "told": told}
+
+
+def with_chosen(step: Step, about: Mapping[str, Any]) -> Step:
+    """Return a step whose rows stand for what the record says; as it is where that is malformed."""
+    if about.get("chosen") is not True:
+        return replace(step, chosen=False)
+    try:
+        kinds = {int(lowest): _ranks_in(ranks, step.world) for lowest, ranks in about["kinds"].items()}
+        others, told = _ranks_in(about["others"], step.world), about["told"]
+        sums = {str(name): (int(count), float(total)) for name, (count, total) in told["sums"].items()}
+        summary = Summary(some=int(told["some"]), common=int(told["common"]), sums=sums)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return step
+    if not kinds.keys() <= step.rows.keys() or not SUMS.keys() <= sums.keys():
+        return step
+    return replace(step, chosen=True, kinds=kinds, others=others, told=summary)
+
+
+def _ranges(ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks as [first, last] of those in a row."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found
+
+
+def _ranks_in(ranges: Any, world: int) -> frozenset[int]:
+    return frozenset(rank for first, last in ranges for rank in range(max(0, int(first)), min(int(last) + 1, world)))
 
 
 def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
@@ -332,7 +383,8 @@ def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
             rows[int(rank)] = Row(rank=int(rank), step=step, optimizer=optimizer, flags=int(told["flags"]), **digests)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return step_of(optimizer, step, rows, world)
+    found, about = step_of(optimizer, step, rows, world), payload.get("chosen")
+    return with_chosen(found, about) if isinstance(about, dict) else found
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -83,6 +83,8 @@ class RunDirectory:
         match record:
             case StepJudged():
                 rows = record.step.rows.values()
+                if record.step.looks_chosen:
+                    self._observe("chosen", files.chosen_of(record.step))
                 self._append(self._steps, b"".join(map(encode, rows)), "rows")
                 self._rows += len(rows)
                 self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
@@ -96,9 +98,12 @@ class RunDirectory:
                     with suppress(OSError):  # it is written again with the outcome
                         self._disk.replace(self._directory / files.RUN, [_json_line(self._run)])
             case Saved():
-                line = {"rows": self._rows, "kind": record.kind, "payload": record.payload}
                 must = record.payload.get("topic") == "end"  # all that there is of a rank on another node
-                self._append(self._observations, _json_line(line), "observations", must=must)
+                self._observe(record.kind, record.payload, must=must)
+
+    def _observe(self, kind: str, payload: Mapping[str, Any], *, must: bool = False) -> None:
+        line = {"rows": self._rows, "kind": kind, "payload": payload}
+        self._append(self._observations, _json_line(line), "observations", must=must)
 
     def _append(self, segments: Segments, data: bytes, what: str, *, must: bool = False) -> None:
         """Write rows or observations, where there is room; a write that failed is the last of its kind."""

@@ -5,6 +5,7 @@ A `Step` is what detectors judge; it is built live by the exchange or from the f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -21,10 +22,32 @@ FLAT = 64
 MOST_CHOSEN = 24
 #: Digests that healthy ranks need not have in common, and flags by which they may differ.
 _APART = {"batch_digest", "record_digest", "output_digest", "eval_batch_digest", "eval_output_digest", "rng_digest"}
-_alike: Callable[[Row], tuple[int, ...]] = attrgetter(*(name for name in DIGESTS if name not in _APART))
+_alike: Callable[[Row], tuple[float, ...]] = attrgetter(*(name for name in DIGESTS if name not in _APART))
 _FREE = ~int(Flag.BATCH_GREW | Flag.BATCH_SHRANK | Flag.BATCH_SAMPLED | Flag.SINGLE_CLASS | Flag.NEAR_OVERFLOW)
 #: So many groups of ranks are named.
 _MAX_SIDES = 4
+#: What is added up over all ranks; what is not finite is not counted.
+SUMS: Mapping[str, Callable[[Row], float]] = {
+    "loss": lambda row: row.loss,
+    "squares": lambda row: row.local_grad_norm * row.local_grad_norm,
+    "val_loss told": lambda row: math.nan if row.flags & Flag.VAL_LOSS_SEEN else row.val_loss,
+    "val_loss seen": lambda row: row.val_loss if row.flags & Flag.VAL_LOSS_SEEN else math.nan,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What all ranks of a step say together.
+
+    Args:
+        some: flags that some rank has.
+        common: flags that every rank has.
+        sums: name in `SUMS` -> ranks that know it, and their sum.
+    """
+
+    some: int
+    common: int
+    sums: Mapping[str, tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +58,11 @@ class Step:
         rows: by rank, ascending; ranks that left or never arrived are absent.
         details: what was asked for on suspicion: kind -> rank -> its answer (see `details.py` for the kinds).
         facts: announcements known when the step was judged: topic -> rank -> the newest (see `announcements.py`).
-        chosen: these are rows of some ranks of very many, in the place of all; then `world` is their number.
+        world: ranks of the job.
+        chosen: these are rows of some ranks of very many, in the place of all.
         kinds: of chosen rows, the lowest rank of each kind -> all ranks of it, as far as they are known.
         others: ranks that have taken the step and are of no kind that is known.
+        told: of chosen rows, what all ranks say together.
     """
 
     step: int
@@ -49,11 +74,30 @@ class Step:
     chosen: bool = False
     kinds: Mapping[int, frozenset[int]] = field(default_factory=dict)
     others: frozenset[int] = frozenset()
+    told: Summary | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank of the job has taken the step."""
+        return len(self.everyone if self.chosen else self.rows) == self.world
+
+    @property
+    def looks_chosen(self) -> bool:
+        """Whether there are so few rows that they would be taken for chosen ones, where nothing else is known."""
+        return self.chosen or (len(self.rows) <= MOST_CHOSEN and self.world > FLAT)
 
     @cached_property
     def everyone(self) -> frozenset[int]:
         """The ranks that took the step, also those whose rows are not here."""
         return self.others.union(self.rows, *self.kinds.values())
+
+    @cached_property
+    def followed(self) -> Mapping[int, Row]:
+        """The rows that are there in every step: of all ranks, of very many those of the first and of the last one."""
+        if not self.chosen and self.world <= FLAT:
+            return self.rows
+        ends = {min(self.everyone, default=-1), max(self.everyone, default=-1)}
+        return {rank: row for rank, row in self.rows.items() if rank in ends}
 
     @cached_property
     def parted(self) -> bool:
@@ -81,7 +125,7 @@ class Step:
 
     @cached_property
     def _some(self) -> int:
-        return reduce(or_, self.columns["flags"], 0)
+        return reduce(or_, self.columns["flags"], 0) if self.told is None else self.told.some
 
     def values(self, name: str) -> dict[int, list[int]]:
         """Return value -> ranks for a digest field, leaving out ranks that did not compute it."""
@@ -97,6 +141,34 @@ class Step:
     def agrees(self, name: str) -> bool:
         """Tell whether the digest field is known on every rank and equal."""
         return self.known(name) and name not in self.differing
+
+    def total(self, name: str) -> tuple[int, float]:
+        """Return how many ranks know a number of `SUMS`, and what it adds up to."""
+        if self.told is not None:
+            return self.told.sums[name]
+        values = [value for value in map(SUMS[name], self.rows.values()) if math.isfinite(value)]
+        return len(values), math.fsum(values)
+
+    @cached_property
+    def mean_loss(self) -> float | None:
+        """The mean over the ranks; None where some rank has no finite loss."""
+        count, total = self.total("loss")
+        return total / count if count and count == len(self.everyone) else None
+
+    def row_of(self, rank: int) -> Row:
+        """Return the row of a rank, or that of the rank that stands for its kind."""
+        lowest = next((lowest for lowest, ranks in self.kinds.items() if rank in ranks), rank)
+        return self.rows[rank if rank in self.rows else lowest]
+
+    def groups(self, name: str) -> dict[int, frozenset[int]]:
+        """Return value -> ranks for a digest field that all ranks of a kind have in common, 0 too."""
+        found: dict[int, frozenset[int]] = {}
+        kinds = self.kinds if self.chosen else {}
+        alone = {rank: frozenset({rank}) for rank in self.rows if not any(rank in ranks for ranks in kinds.values())}
+        for rank, ranks in {**kinds, **alone}.items():
+            value = getattr(self.rows[rank], name)
+            found[value] = found.get(value, frozenset()) | ranks
+        return found
 
     def minority(self, name: str) -> Blamed:
         """Return the ranks outvoted on a digest field; all ranks where nobody can tell."""
@@ -116,6 +188,8 @@ class Step:
     def all(self, flag: Flag) -> bool:
         """Tell whether every rank has the flag."""
         bits = int(flag)
+        if self.told is not None and bits & (bits - 1) == 0:
+            return bool(self.told.common & bits)
         return bool(self._some & bits) and all(flags & bits for flags in self.columns["flags"])
 
     def ranks_with(self, flag: Flag) -> tuple[int, ...]:
@@ -138,16 +212,17 @@ class Step:
         return replace(self, details={**self.details, **details})
 
 
-def kind_of(row: Row) -> tuple[int, ...]:
+def kind_of(row: Row) -> tuple[float, ...]:
     """Return what healthy ranks have in common in a step; ranks of which it is equal are of one kind."""
-    return (row.flags & _FREE, *_alike(row))
+    scale = row.loss_scale if math.isfinite(row.loss_scale) else 0.0
+    return (row.flags & _FREE, scale, *_alike(row))
 
 
 def step_of(optimizer: int, step: int, rows: Mapping[int, Row], world: int) -> Step:
     """Return the step of rows by rank, which are chosen ones where very many ranks have left only a few."""
     rows = dict(sorted(rows.items()))
-    chosen = len(rows) <= MOST_CHOSEN and world > FLAT
-    return Step(step=step, optimizer=optimizer, world=len(rows) if chosen else world, rows=rows, chosen=chosen)
+    found = Step(step=step, optimizer=optimizer, world=world, rows=rows)
+    return replace(found, chosen=found.looks_chosen)
 
 
 class Blamed(tuple[int, ...]):  # noqa: SLOT001 - of a tuple they are empty

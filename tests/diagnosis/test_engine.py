@@ -728,3 +728,19 @@ def test_of_very_many_ranks_those_that_differ_are_asked() -> None:
     asked = engine._asked(Step(step=3, optimizer=0, world=100, rows=rows))
     assert 77 in asked
     assert len(asked) == engine.MOST_ASKED // 2 + 1
+
+
+def test_who_judges_next_goes_on_from_what_was_told() -> None:
+    """The same ranks that differ are not new, what follows from it neither, and others have a number of their own."""
+    told, _ = run([step_at(n, odd=edited(n)) for n in range(9)], with_edit)
+    assert [(f.code, f.id) for f, new in told if new] == [("RANK101", "RANK101-1")]
+    later = [step_at(n, odd=edited(n)) for n in range(20, 24)]
+    assert [f.id for f, new in run(later, with_edit)[0] if new] == ["RANK101-1"]  # another one, with the same name
+    second = Diagnosis(world=4)
+    second.adopt([Finding.from_json(finding.to_json()) for finding, _ in told])
+    known, _ = run(later, with_edit, second)
+    assert {(f.id, new) for f, new in known} == {("RANK101-1", False)}
+    third = Diagnosis(world=4)
+    third.adopt([replace(finding, ranks=(3,), phase="load", location="other.py:1") for finding, _ in told])
+    other, _ = run(later, with_edit, third)
+    assert [f.id for f, new in other if new] == ["RANK101-2"]

@@ -15,12 +15,16 @@ import pytest
 
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.examples import step_at
+from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.diagnosis.rejudge import rejudge
-from ddpdebug.run_directory.reader import read_findings
+from ddpdebug.exchange.partial import Partial
+from ddpdebug.monitor.many_ranks import chosen_step
+from ddpdebug.run_directory.reader import last_state, read_findings, read_steps
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.details import Detail, HyperParameters, Parameters
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.row import Flag, encode
 from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
@@ -115,10 +119,10 @@ def detail(rank: int, step: int, value: Detail | None) -> Saved:
     return Saved(kind="detail", payload={**place, "detail": "parameters", "value": to_json(value)})
 
 
-def saved(directory: Path, *records: StepJudged | Saved, ended: bool = True) -> Path:
-    """Write a run of two ranks."""
+def saved(directory: Path, *records: StepJudged | Saved, ended: bool = True, world: int = 2) -> Path:
+    """Write a run, by default of two ranks."""
     sink = RunDirectory(directory, 0)
-    sink.write(RunStarted(run_id="r1", rank=0, world=2, directory=directory, config={}, versions={}))
+    sink.write(RunStarted(run_id="r1", rank=0, world=world, directory=directory, config={}, versions={}))
     for record in records:
         sink.write(record)
     if ended:
@@ -164,6 +168,70 @@ def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
     assert again == replace(told, norms=again.norms)
     assert again.norms["b"] == -math.inf
     assert found.evidence["parameters"].keys() == {0}
+
+
+def chosen(step: Step) -> Step:
+    """Return the step of the rows that are kept of very many ranks."""
+    partial = Partial()
+    for row in step.rows.values():
+        partial.add_row(encode(row))
+    ((key, part),) = partial.steps.items()
+    return chosen_step(key, part, step.world)
+
+
+def of_many(number: int) -> Step:
+    """Return a step of 80 ranks: two kinds, a loss that is high on one for a while, NaN on every third in the end."""
+    odd: dict[int, dict[str, object]] = {rank: {"modes_digest": 5} for rank in range(1, 80, 2)}
+    if 40 <= number < 44:
+        odd[7] = {"loss": 4000.0, "modes_digest": 5}
+    if number == 59:
+        odd |= {rank: {**odd.get(rank, {}), "flags": Flag.LOCAL_GRADS_NONFINITE} for rank in range(0, 80, 3)}
+    return step_at(number, world=80, odd=odd)
+
+
+def test_chosen_rows_are_judged_again_with_what_they_stand_for(tmp_path: Path) -> None:
+    """Means are those of all ranks, a kind is named with all ranks of it, also at the end of the run."""
+    steps = [chosen(of_many(number)) for number in range(60)]
+    last = chosen(step_at(60, world=80, odd={3: {"params_after_digest": 9}}, flags=Flag.LAST_STATE))
+    live = Diagnosis(world=80, config={"world": 80})
+    found: list[Finding] = []
+    for step in (*steps, last):
+        for request in live.feed(step):
+            for rank in request.ranks:
+                live.answer(rank, request.optimizer, request.step, request.kind, None, last=request.last)
+        found += [finding for finding, new in live.tick() if new]
+    found += [finding for finding, new in live.finish() if new]
+    assert {finding.code for finding in found} == {"HLTH708", "NUM303"}
+    assert next(finding for finding in found if finding.code == "NUM303").ranks == tuple(range(0, 80, 3))
+    records = [*(StepJudged(step=step) for step in steps), Saved(kind="last_state", payload=last_state(last))]
+    directory = saved(tmp_path, *records, world=80)
+    assert list(map(key, rejudge(directory))) == list(map(key, found))
+    again = list(read_steps(directory))
+    assert [(step.kinds, step.others, step.told, step.world) for step in again] == [
+        (step.kinds, step.others, step.told, step.world) for step in steps
+    ]
+    assert len(steps[0].kinds) == 2
+
+
+def test_a_few_rows_of_a_large_job_may_be_all(tmp_path: Path) -> None:
+    """Those of ranks that others have left alone; and where it is not known what rows stand for, few are chosen."""
+    step = replace(step_at(5, world=4), world=80)
+    directory = saved(tmp_path, StepJudged(step=step), world=80)
+    assert [one.chosen for one in read_steps(directory)] == [False]
+    (directory / "observations.jsonl").unlink()
+    assert [one.chosen for one in read_steps(directory)] == [True]
+
+
+@pytest.mark.parametrize("kinds", [None, {"x": []}, {"99": [[0, 3]]}, {"0": [[0, "y"]]}, {"0": 5}])
+def test_malformed_kinds_are_left_out(tmp_path: Path, kinds: object) -> None:
+    """The rows are chosen ones all the same."""
+    directory = saved(tmp_path, StepJudged(step=chosen(of_many(3))), world=80)
+    path = directory / "observations.jsonl"
+    record = json.loads(path.read_text())
+    record["payload"]["kinds"] = kinds
+    path.write_text(json.dumps(record) + "\n")
+    (step,) = read_steps(directory)
+    assert (step.chosen, step.kinds) == (True, {})
 
 
 def test_malformed_observations_are_left_out(tmp_path: Path) -> None:

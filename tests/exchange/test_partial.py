@@ -87,6 +87,25 @@ def test_merging_in_another_order_changes_nothing() -> None:
         assert again.steps[0, 7, False].rows() == first.steps[0, 7, False].rows()
         assert again.steps[0, 7, False].classes == first.steps[0, 7, False].classes
         assert (again.leaving, again.messages) == (first.leaving, first.messages)
+        sums = {
+            name: (count, pytest.approx(total))
+            for name, (count, total) in again.steps[0, 7, False].summary.sums.items()
+        }
+        assert first.steps[0, 7, False].summary.sums == sums
+
+
+def test_sums_and_flags_are_those_of_all_ranks() -> None:
+    """Each is counted once; who does not know a number is not counted."""
+    partials = _of(range(40), flags=int(Flag.CHECKED))
+    partials[7] = Partial()
+    partials[7].add_row(_row(7, flags=int(Flag.CHECKED | Flag.NEAR_OVERFLOW), loss=math.nan))
+    groups = [_merged(partials[start : start + 7]) for start in range(0, 40, 7)]
+    summary = _merged(groups).steps[0, 7, False].summary
+    losses = [1.0 + rank / 100 for rank in range(40) if rank != 7]
+    assert summary.sums["loss"] == (39, pytest.approx(math.fsum(losses)))
+    assert summary.sums["val_loss told"] == (0, 0.0)
+    assert summary.some == int(Flag.CHECKED | Flag.NEAR_OVERFLOW)
+    assert summary.common == int(Flag.CHECKED)
 
 
 def test_who_differs_is_known_by_name() -> None:

@@ -50,7 +50,6 @@ class SameBatches(Detector):
     """
 
     code = "DATA901"
-    all_ranks = True
     severity = Severity.ERROR
     title = "ranks receive the same batches"
     topics = ("loader", "precision")
@@ -90,10 +89,17 @@ class SameBatches(Detector):
     def can_show(self, step: Step) -> bool:
         return bool(_fingerprints(step))
 
+    def wants_all(self, step: Step) -> bool:
+        shown = _fingerprints(step)
+        return len({*shown.values()}) < len(shown)
+
     def detect(self, step: Step) -> Findings:
         self._next = max(self._next, step.step + 1)
         shown = _fingerprints(step)
         if not shown:
+            return
+        if step.chosen:  # who is fed alike is asked for (`wants_all`); who is not is seen here
+            self._runs = {key: run for key, run in self._runs.items() if not _unlike(key, step.optimizer, shown)}
             return
         alike: dict[int, list[int]] = {}
         for rank, value in shown.items():
@@ -143,6 +149,11 @@ class SameBatches(Detector):
         groups = [ranks for ranks in places.values() if len(ranks) > 1]
         if groups and len(facts) > 1:
             yield self._report(self._next, self._next, groups, "place in the sampler", self._loader)
+
+
+def _unlike(key: tuple[int, tuple[int, ...]], optimizer: int, shown: Mapping[int, int]) -> bool:
+    """Return whether some of the ranks of a run were fed differently."""
+    return key[0] == optimizer and len({shown[rank] for rank in key[1] if rank in shown}) > 1
 
 
 def _families(step: Step) -> list[set[int]]:

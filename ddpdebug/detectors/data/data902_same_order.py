@@ -70,7 +70,6 @@ class SameOrder(Detector):
     """
 
     code = "DATA902"
-    all_ranks = True
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
     topics = ("loader", "alone")
@@ -110,7 +109,7 @@ class SameOrder(Detector):
         if name is None:
             return
         histories, least = [], self.same_order_batches
-        for rank, row in step.rows.items():
+        for rank, row in step.followed.items():
             history = self._histories.setdefault((step.optimizer, rank, name), _History())
             history.add(step.step, int(getattr(row, name)))
             histories.append(history)

@@ -41,7 +41,6 @@ class SingleClassBatches(Detector):
     """
 
     code = "DATA904"
-    all_ranks = True
     severity = Severity.WARNING
     title = "batches hold a single class"
     wants = ("recipe",)

@@ -37,7 +37,6 @@ class RepeatedBatch(Detector):
     """
 
     code = "DATA906"
-    all_ranks = True
     severity = Severity.WARNING
     title = "the same batch comes again and again"
     repeated_batch_steps = Threshold(
@@ -65,6 +64,8 @@ class RepeatedBatch(Detector):
         if step.any(Flag.CLOSURE):
             return
         again, enough = {}, self.repeated_batch_steps
+        if step.chosen:  # of a rank that is not there it is not known
+            self._runs = {k: run for k, run in self._runs.items() if k[0] != step.optimizer or k[1] in step.rows}
         for rank, row in step.rows.items():
             key, value = (step.optimizer, rank), int(row.record_digest)
             before, first, number = self._runs.get(key, (0, step.step, 0))

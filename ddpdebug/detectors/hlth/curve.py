@@ -107,13 +107,8 @@ class Series:
 
 
 def loss_of(step: Step) -> float | None:
-    """Return the mean over the ranks; None where some rank has no finite loss."""
-    if "mean loss" not in step.memo:
-        losses = step.columns["loss"]
-        known = losses and all(map(math.isfinite, losses)) and not step.any(_NOT_TAKEN)
-        step.memo["mean loss"] = math.fsum(losses) / len(losses) if known else None
-    loss: float | None = step.memo["mean loss"]
-    return loss
+    """Return the mean over the ranks; None where some rank has no finite loss, or the step was not taken."""
+    return None if step.any(_NOT_TAKEN) else step.mean_loss
 
 
 class CurveRule(Detector):
@@ -167,15 +162,15 @@ class LossRule(CurveRule):
 
     def evaluated(self, step: Step, series: Series) -> bool:
         """Add the validation loss of a step; return whether there is one."""
-        values = self.source.values(step)
-        if not values:
+        value = self.source.value(step)
+        if value is None:
             return False
         if self.source.renewed():
             self.history.clear()
         history = self.history.setdefault(step.optimizer, [])
         since = history[-1].step if history else -1
         between = [loss for at, loss in zip(series.steps, series.losses, strict=True) if at > since]
-        history.append(Evaluation(step.step, statistics.fmean(values), statistics.median(between)))
+        history.append(Evaluation(step.step, value, statistics.median(between)))
         return True
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:

@@ -31,7 +31,6 @@ class LossSpike(LossRule):
     """
 
     code = "HLTH708"
-    all_ranks = True
     severity = Severity.WARNING
     title = "the loss spiked and recovered"
     spike_before = Threshold(

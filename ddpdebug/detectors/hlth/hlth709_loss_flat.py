@@ -69,7 +69,6 @@ class LossFlat(LossRule):
     """
 
     code = "HLTH709"
-    all_ranks = True
     severity = Severity.WARNING
     title = "the loss is flat from the start, or has reached a plateau"
     update_small = UpdateRatio.update_small
@@ -264,7 +263,7 @@ class LossFlat(LossRule):
         yield self.finding(
             step=since,
             last_step=step.step,
-            ranks=tuple(step.rows),
+            ranks=tuple(sorted(step.everyone)),
             subject=("loss",),
             phase=phase,
             severity=Severity.INFO if known else self.severity,
@@ -297,7 +296,7 @@ class LossFlat(LossRule):
         return self.finding(
             step=series.steps[0],
             last_step=step.step,
-            ranks=tuple(step.rows),
+            ranks=tuple(sorted(step.everyone)),
             subject=("loss",),
             phase="chance",
             title="the loss stays at chance: the model has learned nothing of the inputs",

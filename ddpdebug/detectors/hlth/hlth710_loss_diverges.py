@@ -35,7 +35,6 @@ class LossDiverges(LossRule):
     """
 
     code = "HLTH710"
-    all_ranks = True
     severity = Severity.ERROR
     title = "the loss diverges"
     diverged_doubling = Threshold(

@@ -59,7 +59,6 @@ class LossOscillates(LossRule):
     """
 
     code = "HLTH711"
-    all_ranks = True
     severity = Severity.WARNING
     title = "the loss oscillates"
     oscillation = Threshold(

@@ -38,7 +38,6 @@ class Overfitting(ValidationRule):
     """
 
     code = "HLTH712"
-    all_ranks = True
     severity = Severity.WARNING
     title = "validation loss rises while training loss falls"
     overfit_certain = Threshold(

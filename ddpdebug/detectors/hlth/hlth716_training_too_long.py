@@ -45,7 +45,6 @@ class TrainingTooLong(ValidationRule):
     """
 
     code = "HLTH716"
-    all_ranks = True
     severity = Severity.WARNING
     title = "training continues long after validation stopped improving"
     delayed_evaluations = Threshold(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ddpdebug.detectors.kinds import Step
 from ddpdebug.schema.announcements import ValidationLine
-from ddpdebug.schema.row import Flag
 
 
 class ValidationSource:
@@ -25,13 +23,13 @@ class ValidationSource:
             self._renewed |= any(rank in self._seen for rank in facts)  # another line than before
             self._seen.update(facts)
 
-    def values(self, step: Step) -> list[float]:
-        """Return the ranks' values in this step."""
-        rows = [row for row in step.rows.values() if math.isfinite(row.val_loss)]
-        told = [row for row in rows if not row.has(Flag.VAL_LOSS_SEEN)]
-        self._renewed |= bool(told) and not self._told
-        self._told |= bool(told)
-        return [row.val_loss for row in (told if self._told else rows)]
+    def value(self, step: Step) -> float | None:
+        """Return the mean of the ranks' values in this step, None where there is none."""
+        told = step.total("val_loss told")
+        self._renewed |= bool(told[0]) and not self._told
+        self._told |= bool(told[0])
+        count, total = told if self._told else step.total("val_loss seen")
+        return total / count if count else None
 
     def renewed(self) -> bool:
         """Tell, once, whether what comes now is another quantity than before."""

@@ -227,6 +227,8 @@ class GrowthRule(TrendRule):
     def _told_of(self, series: Series, step: Step) -> Findings:
         """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
         self._last = step
+        if step.chosen:  # one that grows for long uses most in the end, and is there from then on
+            self._growth = {k: growth for k, growth in self._growth.items() if k[0] != series.name or k[1] in step.rows}
         for rank, row in step.rows.items():
             growth = self._growth.setdefault((series.name, rank), Growth(self.least, self))
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))

@@ -31,7 +31,6 @@ class MemoryGrowth(GrowthRule):
     """
 
     code = "MEM402"
-    all_ranks = True
     severity = Severity.WARNING
     title = "device memory grows steadily"
     series = (Series("device", "device_allocated_bytes", "device_limit_bytes"),)

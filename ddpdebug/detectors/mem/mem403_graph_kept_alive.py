@@ -46,7 +46,6 @@ class GraphKeptAlive(TrendRule):
     """
 
     code = "MEM403"
-    all_ranks = True
     severity = Severity.ERROR
     title = "autograd graphs are kept alive across steps"
     wants = ("holders",)
@@ -121,6 +120,9 @@ class GraphKeptAlive(TrendRule):
 
     def _take(self, step: Step) -> None:
         self._last = step
+        if step.chosen:  # who keeps most graphs is there in each step
+            self._counts = {rank: counted for rank, counted in self._counts.items() if rank in step.rows}
+            self._growth = {rank: growth for rank, growth in self._growth.items() if rank in step.rows}
         for rank, row in step.rows.items():
             count, low, since = self._counts.get(rank, (0, 0, step.step))
             fell = row.live_graphs < count

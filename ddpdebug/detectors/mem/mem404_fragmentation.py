@@ -32,7 +32,6 @@ class Fragmentation(StreakRule):
     """
 
     code = "MEM404"
-    all_ranks = True
     severity = Severity.WARNING
     title = "far more memory is reserved than allocated"
     fragmentation_bytes = Threshold(
@@ -84,6 +83,8 @@ class Fragmentation(StreakRule):
     def shown(self, step: Step) -> Mapping[int, bool] | None:
         if step.optimizer != 0:
             return None
+        if step.chosen:
+            self._retries = {rank: retries for rank, retries in self._retries.items() if rank in step.rows}
         for rank, row in step.rows.items():
             self._retries.setdefault(rank, row.device_retries)
         return {rank: self._fragmented(row) for rank, row in step.rows.items()}

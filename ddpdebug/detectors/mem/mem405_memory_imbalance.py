@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 
+from ddpdebug.detectors.comparison import median_without
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.detectors.mem.growth import GIB, MIB, TrendRule, size_text
@@ -34,7 +34,6 @@ class MemoryImbalance(StreakRule):
     """
 
     code = "MEM405"
-    all_ranks = True
     severity = Severity.WARNING
     title = "one rank uses much more memory than its peers"
     incident = ("ranks",)
@@ -73,9 +72,9 @@ class MemoryImbalance(StreakRule):
             return None
         used = _peaks(step)
         least = MIB * (self.memory_imbalance_device if _on_device(step) else self.memory_imbalance_host)
-        shows = {}
+        shows, ordered = {}, sorted(used.values())
         for rank, own in used.items():
-            others = statistics.median(value for other, value in used.items() if other != rank)
+            others = median_without(ordered, own)
             shows[rank] = own - others >= max(self.memory_imbalance_share * others, least)
         return shows
 

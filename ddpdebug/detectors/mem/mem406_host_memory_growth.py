@@ -32,7 +32,6 @@ class HostMemoryGrowth(GrowthRule):
     """
 
     code = "MEM406"
-    all_ranks = True
     severity = Severity.WARNING
     title = "host memory grows steadily"
     series = (

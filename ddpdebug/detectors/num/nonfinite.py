@@ -35,6 +35,7 @@ class NonfiniteRule(ChainRule):
     severity: ClassVar[Severity] = Severity.CRITICAL
     wants: ClassVar[tuple[str, ...]] = ("numerics",)
     group = "nonfinite"
+    by_kind = True
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         if self.config.get("guard") == "off" or step.any(Flag.SKIPPED):
@@ -126,7 +127,7 @@ def ranks_with(step: Step, known: Mapping[int, Numerics], test: Callable[[int, N
 
 def has(step: Step, rank: int, flags: Flag) -> bool:
     """Return whether a rank's row has any of the flags."""
-    return bool(step.rows[rank].flags & flags)
+    return bool(step.row_of(rank).flags & flags)
 
 
 def of_loss(known: Mapping[int, Numerics], ranks: Sequence[int]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class NonfiniteLocalGradient(ReplayedRule):
             bad = step.ranks_with(Flag.GRADS_NONFINITE)
             if step.any(Flag.NO_DDP) or len(step.rows) == 1:
                 ranks = bad
-            elif all(math.isfinite(step.rows[rank].grad_norm) for rank in bad):
+            elif all(math.isfinite(step.row_of(rank).grad_norm) for rank in bad):
                 ranks, phase = bad, "after-reduction"
             elif not step.all(Flag.CHECKED):
                 ranks, phase = bad, None
@@ -80,7 +80,7 @@ class NonfiniteLocalGradient(ReplayedRule):
         evidence = {
             "first_parameter": names[0] if names else None,
             "gradient_from_loss": entry,
-            "loss": {str(rank): step.rows[rank].loss for rank in ranks},
+            "loss": {str(rank): step.rows[rank].loss for rank in ranks if rank in step.rows},
             "nonfinite_gradients": {str(rank): len(found) for rank, found in own.items()},
             "masked_in": calls[:4],
             "observed": None if phase else "only the reduced gradients were looked at in this step",

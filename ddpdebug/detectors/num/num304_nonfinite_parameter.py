@@ -101,7 +101,7 @@ class NonfiniteParameter(NonfiniteRule):
             evidence |= {"observed": "non-finite before this step's forward", "seen_at": step.step}
         else:
             state = list(dict.fromkeys(f"{name}: {key}" for own in found for name, key in own.state))
-            evidence |= {"state": state[:MAX_NAMES], "lr": step.rows[ranks[0]].lr}
+            evidence |= {"state": state[:MAX_NAMES], "lr": step.row_of(ranks[0]).lr}
             names = names or tuple(dict.fromkeys(text.partition(": ")[0] for text in state))
         made = step.step - 1 if before and phase == "optimizer" else None
         return Verdict(ranks=ranks, subject=names, phase=phase, step=made, evidence=evidence)

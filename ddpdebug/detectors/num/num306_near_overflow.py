@@ -61,6 +61,9 @@ class NearOverflow(ComparisonRule):
         near = step.ranks_with(Flag.NEAR_OVERFLOW)
         return {rank: rank in near for rank in step.rows} if near else {}
 
+    def wants_all(self, step: Step) -> bool:
+        return step.any(Flag.NEAR_OVERFLOW)
+
     def report(self, step: Step, classes: RankClasses) -> Findings:
         found = {rank: told.near for rank, told in step.answers(Numerics).items() if told.near}
         if not found:

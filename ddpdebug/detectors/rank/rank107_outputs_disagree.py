@@ -146,6 +146,9 @@ class OutputsDisagree(Detector):
     def can_show(self, step: Step) -> bool:
         return bool(_fed_alike(step) or _evaluated_alike(step))
 
+    def wants_all(self, step: Step) -> bool:
+        return self.can_show(step)
+
     def detect(self, step: Step) -> Findings:
         self._step = max(self._step, step.step + 1)
         for ranks in _fed_alike(step):

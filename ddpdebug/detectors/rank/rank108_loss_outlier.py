@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpdebug.detectors.comparison import median_without
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.announcements import Loader, Targets
@@ -72,7 +73,6 @@ class LossOutlier(StreakRule):
     """
 
     code = "RANK108"
-    all_ranks = True
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
     incident = ("ranks", "phase")
@@ -269,15 +269,15 @@ class LossOutlier(StreakRule):
     def _contradiction(self, step: Step) -> Findings:
         """The gradients of ranks whose labels are of one distribution, and that pull against each other."""
         local = [row.local_grad_norm for row in step.rows.values()]
-        mean, count = next(iter(step.rows.values())).grad_norm if step.rows else math.nan, len(local)
-        known = all(map(math.isfinite, (*local, mean))) and count == step.world > 1 and any(local)
+        mean = next(iter(step.rows.values())).grad_norm if step.rows else math.nan
+        count, squares = step.total("squares")
+        known = math.isfinite(mean) and count == step.world > 1 and squares > 0
         batch = next(iter(step.rows.values())).batch_digest if step.rows else 0
         batches = self._batches.setdefault(step.optimizer, deque(maxlen=max(1, int(1 / self.contrary_data) - 1)))
         again = batch in batches
         batches.append(batch)
         if not known or again or self._covers_much(step) or any(step.any(flag) for flag in _UNFIT):
             return
-        squares = math.fsum(norm * norm for norm in local)
         first = self._first_norms.setdefault(step.optimizer, [])
         if len(first) < self.contrary_first:
             first.append(math.sqrt(squares / count))
@@ -298,7 +298,7 @@ class LossOutlier(StreakRule):
         yield self.finding(
             step,
             step=step.step - int(self.contrary_steps) + 1,
-            ranks=(largest,) if alone else tuple(step.rows),
+            ranks=(largest,) if alone else tuple(sorted(step.everyone)),
             subject=("gradients",),
             phase="gradients",
             title="the ranks' gradients contradict each other although their labels are alike",
@@ -323,7 +323,8 @@ class LossOutlier(StreakRule):
 
     def shown(self, step: Step) -> Mapping[int, bool] | None:
         losses = {rank: row.loss for rank, row in step.rows.items() if math.isfinite(row.loss)}
-        if len(losses) < max(self.outlier_ranks, step.world) or step.any(_LOOSE):
+        everybody = step.complete and len(losses) == len(step.rows) and step.mean_loss is not None
+        if not everybody or len(losses) < self.outlier_ranks or step.any(_LOOSE):
             return None
         window = self._windows.setdefault(step.optimizer, deque(maxlen=int(self.outlier_window)))
         window.append((step.step, losses))
@@ -331,11 +332,11 @@ class LossOutlier(StreakRule):
         if self._counts[step.optimizer] % _EVERY or len(window) < self.outlier_least:
             return None
         self._outliers = {outlier.rank: outlier for outlier in self._apart([losses for _, losses in window])}
-        return {rank: rank in self._outliers for rank in losses}
+        return {rank: rank in self._outliers for rank in _ranks(window)}
 
     def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:
         window = self._windows[step.optimizer]
-        medians = {str(r): statistics.median(losses[r] for _, losses in window) for r in window[-1][1]}
+        medians = {str(r): statistics.median(losses[r] for _, losses in window) for r in _ranks(window)}
         for rank in streaks:
             z, excess = self._outliers[rank].z, self._outliers[rank].excess
             yield self.finding(
@@ -347,14 +348,16 @@ class LossOutlier(StreakRule):
             )
 
     def _apart(self, window: Sequence[Mapping[int, float]]) -> Iterator[_Outlier]:
-        ranks = sorted(window[-1])
+        ranks = sorted(frozenset.intersection(*map(frozenset, window)))
+        if len(ranks) < 2:
+            return
         apart: dict[int, list[float]] = {rank: [] for rank in ranks}
         levels = []
         for losses in window:
             values = sorted(losses.values())
             levels.append(statistics.median(values))
             for rank in ranks:
-                apart[rank].append(losses[rank] - _median_without(values, losses[rank]))
+                apart[rank].append(losses[rank] - median_without(values, losses[rank]))
         middle = {rank: statistics.median(values) for rank, values in apart.items()}
         noise = statistics.median(_mad(values) for values in apart.values())
         level = abs(statistics.median(levels))
@@ -369,6 +372,11 @@ class LossOutlier(StreakRule):
                 yield _Outlier(rank, z, middle[rank])
 
 
+def _ranks(window: Iterable[tuple[int, Mapping[int, float]]]) -> list[int]:
+    """Return the ranks whose losses are known in all steps: of very many the first, the last, and the odd ones."""
+    return sorted(frozenset.intersection(*(frozenset(losses) for _, losses in window)))
+
+
 def _chi(one: Sequence[int], other: Sequence[int]) -> float:
     """Return by how many standard deviations chi-square of two samples lies above what one distribution gives."""
     a, b = sum(one), sum(other)
@@ -376,13 +384,6 @@ def _chi(one: Sequence[int], other: Sequence[int]) -> float:
     free = max(1, len(pairs) - 1)
     chi = math.fsum((x * math.sqrt(b / a) - y * math.sqrt(a / b)) ** 2 / (x + y) for x, y in pairs)
     return (chi - free) / math.sqrt(2 * free)
-
-
-def _median_without(values: Sequence[float], value: float) -> float:
-    """Return the median of sorted values without one of them."""
-    rest = list(values)
-    rest.remove(value)
-    return statistics.median(rest)
 
 
 def _mad(values: Sequence[float]) -> float:

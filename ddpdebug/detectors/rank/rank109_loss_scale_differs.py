@@ -37,7 +37,6 @@ class LossScaleDiffers(ComparisonRule):
     """
 
     code = "RANK109"
-    all_ranks = True
     severity = Severity.CRITICAL
     title = "loss scale or skipped steps differ between ranks"
     incident = ()  # a rank that skips alone has another scale afterwards

@@ -123,7 +123,6 @@ class RandomStreams(StreakRule):
     """
 
     code = "RANK110"
-    all_ranks = True
     severity = Severity.WARNING
     title = "ranks draw the same random numbers where they should differ, or the reverse"
     same_random_steps = enough = Threshold(
@@ -183,7 +182,7 @@ class RandomStreams(StreakRule):
     def report(self, step: Step, streaks: Mapping[str, Streak]) -> Findings:
         evidence = {"observed": "the ranks' generators were in the same state before forwards that draw from them"}
         # the masks of dropout are averaged over many steps as well: worth knowing, seldom worth a change
-        first, ranks = streaks["state"].first, tuple(step.rows)
+        first, ranks = streaks["state"].first, tuple(sorted(step.everyone))
         phase = "forward"
         yield self.finding(step, severity=Severity.INFO, step=first, ranks=ranks, phase=phase, evidence=evidence)
 

@@ -52,10 +52,10 @@ class StepCountsDiffer(ComparisonRule):
     """
 
     code = "RANK112"
-    all_ranks = True
     severity = Severity.ERROR
     title = "ranks are at different optimizer steps"
     incident = ("phase",)
+    by_kind = True
     topics = ("end",)
     missing_steps = Threshold(
         2,
@@ -95,14 +95,20 @@ class StepCountsDiffer(ComparisonRule):
             return None
         counts = {rank: row.syncs for rank, row in step.rows.items()}
         least = min(counts.values())
+        if step.chosen and least < max(counts.values()):  # `wants_all` asks who else
+            return None
         return {rank: count - least for rank, count in counts.items()} if len(set(counts.values())) > 1 else {}
+
+    def wants_all(self, step: Step) -> bool:
+        apart = len({row.syncs for row in step.rows.values()}) > 1
+        return apart and bool(self._armed.get(step.optimizer)) and not step.any(Flag.IN_JOIN)
 
     def detect(self, step: Step) -> Findings:
         yield from super().detect(step)
         yield from self._absent(step)
 
     def remember(self, step: Step, classes: RankClasses | None) -> None:
-        if classes or not len(step.rows) == step.world > 1:
+        if classes or not step.complete or step.world < 2:
             return
         counts = {row.syncs for row in step.rows.values()}
         self._armed[step.optimizer] = len(counts) == 1 and 0 not in counts
@@ -129,10 +135,10 @@ class StepCountsDiffer(ComparisonRule):
     def _absent(self, step: Step) -> Findings:
         if step.any(_LOOSE) or separate_groups(step):
             self._loose.add(step.optimizer)
-        if len(step.rows) == step.world:
+        if step.complete:
             self._complete.add(step.optimizer)
             return
-        gone = tuple(rank for rank in range(step.world) if rank not in step.rows)
+        gone = tuple(rank for rank in range(step.world) if rank not in step.everyone)
         ended = set(step.facts.get("end", ()))
         if step.optimizer in self._loose or step.optimizer not in self._complete or ended & set(gone):
             return
@@ -149,7 +155,7 @@ class StepCountsDiffer(ComparisonRule):
                 ranks=gone,
                 subject=(f"optimizer {step.optimizer}",),
                 phase="missing",
-                evidence={"stepped": sorted(step.rows), "missing": list(gone)},
+                evidence={"stepped": sorted(step.everyone), "missing": list(gone)},
             )
 
     def compare(self, topic: str, facts: Mapping[int, End]) -> Findings:

@@ -41,7 +41,7 @@ class HabitRule(StreakRule):
             yield self.finding(**{"step": streaks[self.key].first, "last_step": step.step, "ranks": ranks, **fields})
 
     def _ranks(self, step: Step) -> tuple[int, ...]:
-        return tuple(rank for rank in step.ranks_with(self.flag) if self.shows(step.rows[rank]))
+        return tuple(rank for rank in step.ranks_with(self.flag) if self.shows(step.row_of(rank)))
 
 
 class StepHabit(HabitRule):

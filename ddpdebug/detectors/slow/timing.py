@@ -93,7 +93,7 @@ def timing_of(step: Step) -> Timing | None:
 def _timing(step: Step) -> Timing | None:
     columns = step.columns
     whole = columns["step_seconds"]
-    if len(whole) < step.world or not all(map(math.isfinite, whole)) or step.any(_APART):
+    if not step.complete or not all(map(math.isfinite, whole)) or step.any(_APART):
         return None
     if any(0 < sum(map(math.isnan, columns[name])) < len(whole) for name in _TIMES):
         return None  # of ranks whose times are not known it cannot be told that they are fast

@@ -166,7 +166,7 @@ def _checks(step: Step) -> list[_Check]:
 
 
 def _compute(step: Step) -> list[_Check]:
-    if len(step.rows) < 2 or len(step.rows) < step.world or not step.all(Flag.CHECKED) or step.any(_EXCLUDED):
+    if len(step.rows) < 2 or not step.complete or not step.all(Flag.CHECKED) or step.any(_EXCLUDED):
         return []
     if {"grads_digest", "foreign_grads_digest"} & step.differing:
         return []

@@ -16,6 +16,8 @@ from ddpdebug.schema.row import Flag
 #: What torch's reducer raises at the forward after a step in which some gradient never came.
 _DDP_MESSAGE = "Expected to have finished reduction"
 _UNUSED: dict[str, Any] = {"without_grad": 1, "presence_digest": 77, "gradients": gradients(4, missing=["aux.w"])}
+#: What ranks have a gradient for -> these ranks.
+_Presence = Mapping[int, frozenset[int]]
 
 
 class ParameterWithoutGradient(Detector):
@@ -40,7 +42,6 @@ class ParameterWithoutGradient(Detector):
     """
 
     code = "SYNC207"
-    all_ranks = True
     severity = Severity.WARNING
     title = "a trainable parameter receives no gradient"
     incident = ("subject",)
@@ -74,7 +75,7 @@ class ParameterWithoutGradient(Detector):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._seen: dict[int, tuple[tuple[tuple[int, int], ...], int]] = {}  # optimizer -> (presence by rank, steps)
+        self._seen: dict[int, tuple[_Presence, int]] = {}  # optimizer -> (ranks by what they have, steps)
         self._varies: set[int] = set()
 
     def can_show(self, step: Step) -> bool:
@@ -109,9 +110,9 @@ class ParameterWithoutGradient(Detector):
                     evidence={"observed": "DDP ended the run: gradients of the previous step were not all reduced"},
                 )
 
-    def _counted(self, step: Step) -> tuple[tuple[tuple[int, int], ...], int]:
+    def _counted(self, step: Step) -> tuple[_Presence, int]:
         """Return who lacks what, and in how many checked steps that has been so; 0 once it has changed."""
-        presence = tuple((rank, int(row.presence_digest)) for rank, row in step.rows.items())
+        presence = step.groups("presence_digest")
         before, number = self._seen.get(step.optimizer, (presence, 0))
         if step.optimizer in self._varies or before != presence:
             return presence, 0
@@ -126,11 +127,12 @@ class ParameterWithoutGradient(Detector):
             subject=tuple(names)[:MAX_NAMES],
             evidence={
                 "observed": what,
-                "parameters": {str(rank): step.rows[rank].without_grad for rank in ranks},
+                "parameters": {str(rank): step.rows[rank].without_grad for rank in ranks if rank in step.rows},
                 "find_unused_parameters": find_unused(step) if step.answers(Contract) else None,
             },
         )
 
 
 def _lacking(step: Step) -> tuple[int, ...]:
-    return tuple(rank for rank, row in step.rows.items() if row.without_grad > 0)
+    lacking = {rank for rank, row in step.rows.items() if row.without_grad > 0}
+    return tuple(sorted(lacking.union(*(ranks for lowest, ranks in step.kinds.items() if lowest in lacking))))
