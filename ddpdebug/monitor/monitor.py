@@ -98,9 +98,9 @@ _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "on_hang", "guard", "max_skips")
-_OF_HANGS = ("progress", "waiting")
+_OF_HANGS = ("progress", "waits", "waiting")
 #: What only the rank that judges needs, where ranks are very many.
-_REPORTS = frozenset({"detail", "row", "trouble"})
+_REPORTS = frozenset({"detail", "row", "trouble", "progress"})
 #: Announcements that all ranks act upon.
 _FOR_ALL = frozenset({End.topic, Failure.topic, MemoryState.topic, Hang.topic, HangOver.topic})
 #: What the ranks say to each other; anything else is of no version that we know.
@@ -875,7 +875,7 @@ class Monitor:
         elif kind in MESSAGES and self._many is not None:
             self._many.hear(ranks, kind, message)
         else:
-            for rank in ranks:
+            for rank in ranks[:1] if kind == "waits" else ranks:
                 self._hear_one(rank, kind, message)
         if kind in {"detail", "fact"}:
             several = {"ranks": list(ranks)} if len(ranks) > 1 else {}
