@@ -9,8 +9,9 @@ process that it means can find the answer. The answer carries a token of rank 0,
 What the ranks are (versions, layouts, settings that they must share) travels in the queue and is compared by rank 0
 before a single byte goes over gloo, which aborts the process when two ends disagree about a length.
 
-Cost for the store: about ten operations per rank in all, and while a rank waits one or two each poll; polls slow down
-to one in `_LONGEST_SECONDS`, or to a thousand a second for the whole world where that is longer. Names of keys and of
+Cost for the store: about eight operations per rank in all, and while a rank waits one or two each poll; polls slow down
+to one in `_LONGEST_SECONDS`, or to a thousand a second for the whole world where that is longer. Rank 0 reads and
+answers the others many at a time. Names of keys and of
 the fields of an arrival stay as they are: a later version must be able to read what this one says of itself.
 """
 
@@ -21,12 +22,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ddpdebug.sinks.text import ranks_text
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
 _POLLS_PER_SECOND = 1024  # of all ranks together
+_AT_ONCE = 256  # keys of other ranks that rank 0 reads, or sets, in one operation
 #: Whoever is not answered queues up again: a process that stood still between two operations may have been overlooked.
 _AGAIN_SECONDS = 30.0
 #: After so long it is looked whether a rank that is missing left the key by which version 0.1.0 tells that it is there.
@@ -206,13 +209,11 @@ class RollCall:
         """Take the new signatures; return whether they change anything."""
         changed = False
         last = int(self._store.add(f"{self._base}/tickets", 0))
-        for ticket in sorted(self._holes | set(range(self._tickets_read + 1, last + 1))):
-            key = f"{self._base}/arrival/{ticket}"
-            if not self._store.check([key]):
-                self._holes.add(ticket)
-                continue
-            self._holes.discard(ticket)
-            arrival = json.loads(self._store.get(key))
+        tickets = sorted(self._holes | set(range(self._tickets_read + 1, last + 1)))
+        self._holes.clear()
+        blocks = (tickets[start : start + _AT_ONCE] for start in range(0, len(tickets), _AT_ONCE))
+        for signature in chain.from_iterable(map(self._signatures, blocks)):
+            arrival = json.loads(signature)
             rank, nonce = int(arrival["rank"]), arrival["nonce"]
             if rank == 0 and nonce != self._nonce:
                 if 0 in self._arrivals:  # behind our own in the queue
@@ -225,6 +226,18 @@ class RollCall:
                 changed = True
         self._tickets_read = max(self._tickets_read, last)
         return changed
+
+    def _signatures(self, tickets: list[int]) -> list[bytes]:
+        """Return what stands under tickets, in their order; those that nobody has signed yet are looked at again."""
+        keys = [f"{self._base}/arrival/{ticket}" for ticket in tickets]
+        if self._store.check(keys):
+            found: list[bytes] = self._store.multi_get(keys)
+            return found
+        if len(tickets) == 1:
+            self._holes.update(tickets)
+            return []
+        middle = len(tickets) // 2
+        return self._signatures(tickets[:middle]) + self._signatures(tickets[middle:])
 
     def _invite(self) -> str:
         self.identities = {rank: self._arrivals[rank]["identity"] for rank in range(self.world)}
@@ -241,9 +254,11 @@ class RollCall:
 
     def _tell(self, answer: Mapping[str, Any]) -> None:
         text = json.dumps(answer)
-        for rank, arrival in self._arrivals.items():
-            if rank != 0:
-                self._store.set(f"{self._base}/answer/{arrival['nonce']}", text)
+        nonces = [arrival["nonce"] for rank, arrival in self._arrivals.items() if rank != 0]
+        keys = [f"{self._base}/answer/{nonce}" for nonce in nonces]
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE]
+            self._store.multi_set(some, [text] * len(some))
 
 
 def disagreement(identities: Mapping[int, Mapping[str, Any]]) -> str | None:

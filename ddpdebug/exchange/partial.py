@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ddpdebug.schema.row import ROW_BYTES, Flag, Row, decode
 from ddpdebug.schema.step import SUMS, Summary, kind_of
@@ -57,6 +58,12 @@ def ranks_of(mask: int) -> Iterator[int]:
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1
+
+
+@lru_cache(maxsize=32)  # most steps and messages are of the same ranks, and of thousands it takes milliseconds
+def set_of(mask: int) -> frozenset[int]:
+    """Return the ranks of a set of bits."""
+    return frozenset(ranks_of(mask))
 
 
 @dataclass(slots=True)

@@ -11,14 +11,21 @@ import base64
 import struct
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ddpdebug.exchange.partial import REST, Key, StepPart, key_of, ranks_of
-from ddpdebug.exchange.step_assembler import LATE_STEPS
+from ddpdebug.diagnosis.engine import Request
+from ddpdebug.exchange.partial import REST, Key, StepPart, key_of, ranks_of, set_of
+from ddpdebug.exchange.step_assembler import LAG_STEPS, LATE_STEPS, fault_of
+from ddpdebug.exchange.ticks import Tick
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step
+
+#: What ranks of very many say to each other besides: what was found, who is asked for what, and rows of steps of which
+#: all are wanted.
+MESSAGES = frozenset({"findings", "ask", "rows", "row"})
 
 #: The rows of all ranks are wanted so often where the ranks are alike, seconds.
 WHOLE_SECONDS = 60.0
@@ -49,6 +56,55 @@ _GRAVE = int(
     | Flag.PARAMS_NONFINITE
     | Flag.STEP_NONFINITE
 )
+#: Steps that are judged even where there is hardly time for it.
+_TELLING = Flag(_GRAVE) | Flag.CHECKED | Flag.SKIPPED | Flag.LAST_STATE
+#: Processor time that the judge may take at once, and what it may owe for what must not wait, seconds.
+_AT_ONCE, _DEBT = 1.0, 1.0
+_LEAST_SHARE = 0.001
+
+
+class Allowance:
+    """The processor time that judging may take: a share of the run's, and some at once.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.share = 1.0
+        self._clock, self._since, self._left = clock, clock(), _AT_ONCE
+
+    def has(self, *, telling: bool = False) -> bool:
+        """Tell whether there is time left, for what tells much also where it is borrowed."""
+        now = self._clock()
+        self._left = min(_AT_ONCE, self._left + (now - self._since) * max(self.share, _LEAST_SHARE))
+        self._since = now
+        return self._left > (-_DEBT if telling else 0.0)
+
+    def spend(self, seconds: float) -> None:
+        """Take time that was used."""
+        self._left -= seconds
+
+
+def fault_of_part(key: Key, part: StepPart, world: int, progress: int) -> str | None:
+    """Say why the rows of a step cannot be what these ranks saw, None where they can.
+
+    Args:
+        progress: steps that the fastest rank has taken.
+    """
+    ranks = part.ranks
+    if ranks >> world:
+        return f"it is of rank {ranks.bit_length() - 1}, and there are {world}"
+    kept = [(members, data) for members, data in part.classes.values()]
+    for members, data in [*kept, *((ranks, first[2]) for first in part.first if first is not None)]:
+        row = decode(data)
+        if not (0 <= row.rank < world and members >> row.rank & 1):
+            return f"it says that it is of rank {row.rank}"
+        if key_of(row) != key:
+            return f"it says that it is of step {row.step}"
+        if (fault := fault_of(row, row.rank, progress)) is not None:
+            return fault
+    return None
 
 
 class PartAssembler:
@@ -58,10 +114,14 @@ class PartAssembler:
         self._open: dict[Key, StepPart] = {}
         self._newest: dict[int, int] = {}
         self._closed: dict[tuple[int, bool], int] = {}
+        self._came: dict[int, int] = {}  # step -> who has taken it, by any optimizer; the newest ones
 
     def add(self, key: Key, part: StepPart) -> None:
         """Take what has come; what comes after its step was judged is dropped."""
         optimizer, step, last = key
+        self._came[step] = self._came.get(step, 0) | part.ranks
+        if len(self._came) > 2 * LATE_STEPS:
+            self._came = dict(sorted(self._came.items())[-LATE_STEPS:])
         if step <= self._closed.get((optimizer, last), -1):
             return
         if key in self._open:
@@ -70,28 +130,40 @@ class PartAssembler:
             self._open[key] = part
         self._newest[optimizer] = max(self._newest.get(optimizer, 0), step)
 
-    def ready(self, members: int, *, everything: bool = False) -> Iterator[tuple[Key, StepPart]]:
+    def ready(
+        self, members: int, *, everything: bool = False, last_states: bool = False
+    ) -> Iterator[tuple[Key, StepPart]]:
         """Yield the steps that all members have taken, and those that are overdue, in ascending order.
 
         Args:
             members: as a set of ranks.
             everything: what is there is all that comes.
+            last_states: of what the last steps have left it is.
         """
         for key in sorted(self._open, key=lambda key: (key[2], key[1], key[0])):
-            part, ahead = self._open[key], self._newest[key[0]] - key[1]
-            whole = not members & ~part.ranks
-            if whole or everything or ahead >= LATE_STEPS:
-                del self._open[key]
+            absent = members & ~self._open[key].ranks
+            if not absent or everything or (last_states and key[2]) or self._overdue(key, absent):
+                part = self._open.pop(key)
                 self._closed[key[0], key[2]] = max(key[1], self._closed.get((key[0], key[2]), -1))
                 yield key, part
+
+    def _overdue(self, key: Key, absent: int) -> bool:
+        """Tell whether to judge a step without ranks that have passed it, or are far behind."""
+        ahead = self._newest[key[0]] - key[1]
+        if ahead < LAG_STEPS or ahead >= LATE_STEPS:
+            return ahead >= LATE_STEPS
+        for step, came in self._came.items():
+            if step > key[1]:
+                absent &= ~came
+        return not absent
 
 
 def chosen_step(key: Key, part: StepPart, world: int | None = None) -> Step:
     """Return the step of the rows that are kept, of a job of so many ranks; by default those that have taken it."""
     rows = {rank: decode(data) for rank, data in part.rows().items()}
     known = [(kind, members, data) for kind, (members, data) in part.classes.items()]
-    kinds = {decode(data).rank: frozenset(ranks_of(members)) for kind, members, data in known if kind != REST}
-    others = frozenset(ranks_of(part.classes[REST][0])) if REST in part.classes else frozenset[int]()
+    kinds = {decode(data).rank: set_of(members) for kind, members, data in known if kind != REST}
+    others = set_of(part.classes[REST][0]) if REST in part.classes else frozenset[int]()
     return Step(
         step=key[1],
         optimizer=key[0],
@@ -153,6 +225,7 @@ class WholeSteps:
         curious: Callable[[Step], Collection[str]] = lambda _: (),
     ) -> None:
         self._world, self._ask, self._clock, self._curious = world, ask, clock, curious
+        self.allowance = Allowance(clock)
         self._parked: deque[_Parked] = deque()
         self._kinds: dict[tuple[int, bool], frozenset[tuple[int, int]]] = {}
         self._last = clock()
@@ -204,9 +277,11 @@ class WholeSteps:
         kinds = frozenset((members, decode(data).flags & _GRAVE) for members, data in part.classes.values())
         place = key[0], key[2]
         causes = set[Hashable]() if kinds == self._kinds.get(place) else _causes(part)
-        wants = self._is_due(key[0], key[1], now) or bool(key[2] and causes)  # what the run has left comes once
-        for cause in () if wants else causes or self._curious(step):
-            wants |= self._may(cause, now)
+        wants = False
+        if self.allowance.has(telling=bool(causes and (key[2] or part.some & _GRAVE))):
+            wants = self._is_due(key[0], key[1], now) or bool(key[2] and causes)  # what the run has left comes once
+            for cause in () if wants else causes or self._curious(step):
+                wants |= self._may(cause, now)
         if wants or len(kinds) == 1:
             self._kinds[place] = kinds
         return wants
@@ -272,17 +347,159 @@ class Rows:
         return [base64.b64encode(data).decode() for data in found if data is not None]
 
 
-class ManyRanks:
-    """What a rank of very many keeps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What is done with what a rank of very many hears.
 
     Args:
-        ask: asks all ranks for their rows of a step.
+        say: sends (kind, fields) to all ranks.
+        learn: takes each step.
+        judge: takes the steps that this rank judges.
+        show: takes those that another one judges.
+        report: takes what was found.
+        adopt: takes what another rank has found.
         curious: as of `WholeSteps`.
+        answer: takes what this rank is asked.
+        tell: takes what goes wrong, once for each part.
+    """
+
+    say: Callable[..., object]
+    learn: Callable[[Step], object]
+    judge: Callable[[Step], object]
+    show: Callable[[Step], object]
+    report: Callable[[Sequence[tuple[Finding, bool]]], object]
+    adopt: Callable[[Sequence[Finding]], object]
+    curious: Callable[[Step], Collection[str]]
+    answer: Callable[[Iterable[Request]], object]
+    tell: Callable[[str, str], object]
+
+
+class ManyRanks:
+    """One rank of very many: what it keeps, and what comes of what it hears. Background thread only.
+
+    Args:
+        clock: seconds.
+        used: seconds of processor time of this thread.
     """
 
     def __init__(
-        self, world: int, ask: Callable[[Key], object], curious: Callable[[Step], Collection[str]] = lambda _: ()
+        self,
+        rank: int,
+        world: int,
+        calls: Calls,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.thread_time,
     ) -> None:
+        self.rank, self.world, self.judges = rank, world, rank == 0
         self.parts, self.rows = PartAssembler(), Rows()
-        self.whole = WholeSteps(world, ask, curious=curious)
-        self.unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
+        self.whole = WholeSteps(world, self._want, clock, calls.curious)
+        self.allowance = Allowance(clock)
+        self.left_out = 0  # steps that were not judged
+        self._calls, self._used = calls, used
+        self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
+        self._members: tuple[int, ...] = ()
+        self._everyone = 0
+        self._doubted = False
+
+    def limit(self, share: float) -> None:
+        """Bound the share of the run's time that judging takes; the rows of all ranks may take half of it besides."""
+        self.allowance.share, self.whole.allowance.share = share, share / 2
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether the judge waits for rows of the others."""
+        return self.judges and self.whole.waiting
+
+    def take(self, tick: Tick) -> None:
+        """Take what all ranks have said of their steps."""
+        if tick.members is not self._members:
+            self._members, self._everyone = tick.members, sum(1 << rank for rank in tick.members)
+            self.judges = self.judges or self.rank == min(tick.members, default=-1)
+        for key, part in tick.parts.items():
+            fault = fault_of_part(key, part, self.world, tick.progress)
+            if fault is None:
+                self.parts.add(key, part)
+            elif not self._doubted:
+                self._doubted = True
+                if self.judges:  # all ranks see it
+                    self._calls.tell("rows of a step", f"{fault}; they are left out, and so are others like them")
+
+    def work(self, *, last_states: bool) -> None:
+        """Follow the steps that are complete; the rank that judges may wait for the rows of all.
+
+        Args:
+            last_states: no more of these come.
+        """
+        for key, part in self.parts.ready(self._everyone, last_states=last_states):
+            step = chosen_step(key, part, self.world)
+            if not step.any(Flag.LAST_STATE):
+                self._calls.learn(step)
+            if self.judges:
+                self.whole.add(key, part, step)
+            elif not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
+                rows = dict(sorted({**step.rows, **self.rows.own(key)}.items()))
+                self._calls.show(replace(step, rows=rows))
+        for step in self.whole.ready():
+            self._judge(step)
+
+    def _judge(self, step: Step) -> None:
+        """Judge a step where there is time for it, and of chosen rows those that tell much also where there is not."""
+        telling = step.parted or step.any(_TELLING)
+        if step.chosen and not self.allowance.has(telling=telling):
+            self.left_out += 1
+            if self.left_out == 1:
+                text = f"the steps of {self.world} ranks come faster than the budget lets one rank judge them"
+                self._calls.tell("judging", f"{text}: from step {step.step} on some are left out")
+            return
+        begun = self._used()
+        self._calls.judge(step)
+        (self.allowance if step.chosen else self.whole.allowance).spend(self._used() - begun)
+
+    def rest(self) -> None:
+        """Judge what is left, where nothing more comes; and report what was found and not heard."""
+        for key, part in self.parts.ready(0, everything=True):
+            self.whole.add(key, part, chosen_step(key, part, self.world))
+        for step in self.whole.ready(everything=True) if self.judges else ():
+            self._calls.judge(step)
+        for found in self._unheard:
+            self._calls.report(found)
+
+    def found(self, found: Sequence[tuple[Finding, bool]]) -> None:
+        """Tell all ranks what was found; they hear of it in the same tick, this one too."""
+        if found:
+            self._unheard.append(found)
+            self._calls.say("findings", found=[(finding.to_json(), new) for finding, new in found])
+
+    def ask(self, requests: Iterable[Request]) -> None:
+        """Ask some ranks about a step."""
+        for request in requests:
+            about = {"optimizer": request.optimizer, "step": request.step, "last": request.last}
+            self._calls.say("ask", **about, kind_of=request.kind, ranks=sorted(request.ranks))
+
+    def hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
+        """Take one of `MESSAGES`, which several ranks may have said in the same words."""
+        if kind == "findings":
+            if self.rank in ranks and self._unheard:
+                self._calls.report(self._unheard.pop(0))
+                return
+            found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
+            if not self.judges:  # whoever judges next goes on from these
+                self._calls.adopt([finding for finding, _ in found])
+            self._calls.report(found)
+        elif kind == "ask":
+            if self.rank in message["ranks"]:
+                optimizer, step, last = int(message["optimizer"]), int(message["step"]), bool(message["last"])
+                asked = Request(optimizer=optimizer, step=step, kind=str(message["kind_of"]), last=last)
+                self._calls.answer([asked])
+        elif kind == "rows":
+            optimizer, step, last = message["key"]
+            for data in self.rows.answer([(int(optimizer), int(step), bool(last))]):
+                self._calls.say("row", row=data)
+        else:
+            begun = self._used()
+            for rank in ranks:
+                self.whole.hear(rank, str(message["row"]))
+            self.whole.allowance.spend(self._used() - begun)
+
+    def _want(self, key: Key) -> None:
+        self._calls.say("rows", key=list(key))

@@ -29,7 +29,7 @@ from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun, text_of
 from ddpdebug.exchange.beats import Beats
 from ddpdebug.exchange.meeting import RollCall, Waiting
-from ddpdebug.exchange.partial import Key
+from ddpdebug.exchange.partial import set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.exchange.ticks import Alone, Exchange, Group, Tick, wire_format
@@ -47,7 +47,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
-from ddpdebug.monitor.many_ranks import ManyRanks, chosen_step
+from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, stand_in, start_keeper
@@ -98,11 +98,9 @@ _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
 _SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "on_hang", "guard", "max_skips")
-_OF_HANGS = ("progress", "waiting")
-#: Of very many ranks: what was found, who is asked for what, and rows of steps of which all are wanted.
-_OF_MANY = frozenset({"findings", "ask", "rows", "row"})
+_OF_HANGS = ("progress", "waits", "waiting")
 #: What only the rank that judges needs, where ranks are very many.
-_REPORTS = frozenset({"detail", "row", "trouble"})
+_REPORTS = frozenset({"detail", "row", "trouble", "progress"})
 #: Announcements that all ranks act upon.
 _FOR_ALL = frozenset({End.topic, Failure.topic, MemoryState.topic, Hang.topic, HangOver.topic})
 #: What the ranks say to each other; anything else is of no version that we know.
@@ -118,7 +116,7 @@ _MESSAGES = frozenset(
         "trouble",
         "leave",
         *_OF_HANGS,
-        *_OF_MANY,
+        *MESSAGES,
     )
 )
 #: How long the thread waits to see whether a store that failed went with its process group.
@@ -146,7 +144,6 @@ class Monitor:
     _hang_stop: HangStop | None = None
     _leaving = False
     _many: ManyRanks | None = None  # of more ranks than talk without a tree
-    _judges = True  # this rank does; of very many only one
 
     def __init__(
         self,
@@ -473,7 +470,18 @@ class Monitor:
     def _make_exchange(self, *calls: Any) -> Exchange:
         if self.world <= FLAT:
             return Exchange(self.rank, self.world, *calls)
-        self._many, self._judges = ManyRanks(self.world, self._want_rows, self._curious), self.rank == 0
+        of_many = Calls(
+            say=self._say,
+            learn=self._learn,
+            judge=self._feed,
+            show=self._tell_step,
+            report=lambda found: self._report(found, self._progress),
+            adopt=lambda found: self._back.run("diagnosis", self._diagnosis.adopt, found),
+            curious=lambda step: self._back.run("diagnosis", self._diagnosis.curious, step) or (),
+            answer=self._answering.ask,
+            tell=self._back.tell,
+        )
+        self._many = ManyRanks(self.rank, self.world, of_many)
         return TreeExchange(self.rank, self.world, *calls)
 
     def _watch_progress(self) -> ProgressWatch | None:
@@ -514,12 +522,6 @@ class Monitor:
         )
         self._back.when_off("progress", watch.went_off)
         return watch
-
-    def _want_rows(self, key: Key) -> None:
-        self._say("rows", key=list(key))
-
-    def _curious(self, step: Step) -> Sequence[str]:
-        return self._back.run("diagnosis", self._diagnosis.curious, step) or ()
 
     def _beats_prefix(self) -> str:
         return f"ddpdebug/{self._number}/{'' if self._roll is None else self._roll.token}"
@@ -571,6 +573,8 @@ class Monitor:
         self._roll = roll
         own = roll.settings
         self.schedule.follow(budget=own["~budget"], every_step=own["~every_step"])
+        if self._many is not None and not self.schedule.every_step:
+            self._many.limit(self.schedule.budget)
         for rank, identity in sorted(roll.identities.items()):
             for name in ("budget", "every_step"):
                 value, ours = identity.get(f"~{name}"), own[f"~{name}"]
@@ -776,28 +780,42 @@ class Monitor:
             run("progress", self._progress_watch.tick, tick.members)
         self._keep_voting()
         self._tell_met(Met(members=tick.members, apart=tick.apart))
-        for rank, data in tick.rows:
-            self._take(rank, decode(data))
         self._members = len(tick.members)
-        self._judges = self._judges or self.rank == min(tick.members, default=-1)
         self.numeric_guard.meet(tick.members)
-        if self._many is not None:
-            run("exchange:steps", self._take_parts, tick)
-        for assembler in (self._assembler, self._last_states):
-            assembler.set_members(tick.members)
-        for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
-            self._judge(step)
-        whole = all(rank in self._ended and self._awaited.get(rank) == 0 for rank in tick.members)
-        last = self._last_states.rest if whole else self._last_states.ready
-        for step in run("exchange:steps", lambda: list(last())) or ():
-            self._judge_last(step)
-        if self._judges:
+        if self._many is None:
+            self._take_rows(tick)
+        else:
+            self._take_parts(self._many, tick)
+        if self._many is None or self._many.judges:
             run("diagnosis", self._conclude)
         self._answering.work(patient=not self._closed)
         run("forensics:elements", self.elements.tick)
         busy = self._diagnosis.busy and "diagnosis" not in self._back.off
-        busy = busy or (self._many is not None and self._judges and self._many.whole.waiting)
+        busy = busy or (self._many is not None and self._many.busy)
         return busy or (self.elements.busy and "forensics:elements" not in self._back.off)
+
+    def _take_rows(self, tick: Tick) -> None:
+        run = self._back.run
+        for rank, data in tick.rows:
+            self._take(rank, decode(data))
+        for assembler in (self._assembler, self._last_states):
+            assembler.set_members(tick.members)
+        for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
+            self._judge(step)
+        last = self._last_states.rest if self._has_all_last_states(tick.members) else self._last_states.ready
+        for step in run("exchange:steps", lambda: list(last())) or ():
+            self._judge_last(step)
+
+    def _take_parts(self, many: ManyRanks, tick: Tick) -> None:
+        run = self._back.run
+        run("exchange:steps", many.take, tick)
+        for key, part in tick.parts.items():
+            for rank in set_of(part.ranks) if key[2] else ():
+                self._awaited[rank] = self._awaited.get(rank, 0) - 1
+        run("exchange:steps", many.work, last_states=self._has_all_last_states(tick.members))
+
+    def _has_all_last_states(self, members: Sequence[int]) -> bool:
+        return all(rank in self._ended and self._awaited.get(rank) == 0 for rank in members)
 
     def _tell_met(self, met: Met) -> None:
         """Write down who takes part and how far they are apart: when it changes, and every few seconds."""
@@ -824,25 +842,6 @@ class Monitor:
             self._doubted.add(rank)
             self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
 
-    def _take_parts(self, tick: Tick) -> None:
-        """Take what all ranks of very many know of the steps; the one that judges may wait for the rows of all."""
-        many = self._many
-        assert many is not None
-        for key, part in tick.parts.items():
-            many.parts.add(key, part)
-        everyone = sum(1 << rank for rank in tick.members)
-        for key, part in many.parts.ready(everyone):
-            step = chosen_step(key, part, self.world)
-            if not step.any(Flag.LAST_STATE):
-                self._learn(step)
-            if self._judges:
-                many.whole.add(key, part, step)
-            elif not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
-                rows = dict(sorted({**step.rows, **many.rows.own(key)}.items()))
-                self._tell_step(replace(step, rows=rows))
-        for step in many.whole.ready():
-            self._feed(step)
-
     def _feed(self, step: Step) -> None:
         if step.any(Flag.LAST_STATE):
             self._judge_last(step)
@@ -851,12 +850,7 @@ class Monitor:
         self._tell_step(step)
 
     def _ask(self, requests: Sequence[Request]) -> None:
-        if self._many is None:
-            self._answering.ask(requests)
-            return
-        for request in requests:
-            about = {"optimizer": request.optimizer, "step": request.step, "last": request.last}
-            self._say("ask", **about, kind_of=request.kind, ranks=sorted(request.ranks))
+        (self._answering if self._many is None else self._many).ask(requests)
 
     def _judge(self, step: Step) -> None:
         self._learn(step)
@@ -883,9 +877,8 @@ class Monitor:
         found = self._diagnosis.tick()
         if self._many is None:
             self._report(found, self._progress)
-        elif found:  # all ranks hear of it in the same tick
-            self._many.unheard.append(found)
-            self._say("findings", found=[(finding.to_json(), new) for finding, new in found])
+        else:
+            self._many.found(found)
         self._ask(self._diagnosis.requests())
 
     def _hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
@@ -902,38 +895,14 @@ class Monitor:
                 return  # heard when it was judged, and the others could not
             for rank in ranks:
                 self._hear_fact(rank, str(message["topic"]), announcement)
-        elif kind in _OF_MANY and self._many is not None:
-            self._hear_of_many(ranks, kind, message)
+        elif kind in MESSAGES and self._many is not None:
+            self._many.hear(ranks, kind, message)
         else:
-            for rank in ranks:
+            for rank in ranks[:1] if kind == "waits" else ranks:
                 self._hear_one(rank, kind, message)
         if kind in {"detail", "fact"}:
             several = {"ranks": list(ranks)} if len(ranks) > 1 else {}
             self._write(Saved(kind=kind, payload={"rank": ranks[0], **several, **message}))
-
-    def _hear_of_many(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
-        many = self._many
-        assert many is not None
-        if kind == "findings":
-            if self.rank in ranks and many.unheard:
-                self._report(many.unheard.pop(0), self._progress)
-                return
-            found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
-            if not self._judges:  # whoever judges next goes on from these
-                self._back.run("diagnosis", self._diagnosis.adopt, [finding for finding, _ in found])
-            self._report(found, self._progress)
-        elif kind == "ask":
-            if self.rank in message["ranks"]:
-                optimizer, step, last = int(message["optimizer"]), int(message["step"]), bool(message["last"])
-                asked = Request(optimizer=optimizer, step=step, kind=str(message["kind_of"]), last=last)
-                self._answering.ask([asked])
-        elif kind == "rows":
-            optimizer, step, last = message["key"]
-            for data in many.rows.answer([(int(optimizer), int(step), bool(last))]):
-                self._say("row", row=data)
-        else:
-            for rank in ranks:
-                many.whole.hear(rank, str(message["row"]))
 
     def _hear_one(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
         run = self._back.run
@@ -1098,23 +1067,13 @@ class Monitor:
             value = {"topic": Failure.topic, "value": to_json(self._failure)}
             run("message:fact", self._hear, (self.rank,), "fact", value)
         if self._many is not None:
-            run("exchange:steps", self._judge_rest_of_many)
+            run("exchange:steps", self._many.rest)
         for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
             self._judge(step)
         for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
             self._judge_last(step)
-        for found in self._many.unheard if self._many is not None else ():
-            self._report(found, 0)
-        if self._judges or lost:
+        if self._many is None or self._many.judges or lost:
             run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
-
-    def _judge_rest_of_many(self) -> None:
-        many = self._many
-        assert many is not None
-        for key, part in many.parts.ready(0, everything=True):
-            many.whole.add(key, part, chosen_step(key, part, self.world))
-        for step in many.whole.ready(everything=True) if self._judges else ():
-            self._feed(step)
 
     def _search_element(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""

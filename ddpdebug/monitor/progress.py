@@ -41,12 +41,15 @@ from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, Hang
 from ddpdebug.schema.hangs import is_by_hang
 from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
 from ddpdebug.schema.run_state import WaitState
+from ddpdebug.schema.step import FLAT
 from ddpdebug.schema.wire import from_json, to_json
 from ddpdebug.sinks import Waiting
 from ddpdebug.sinks.text import ranks_text
 
 #: How long looks are told after somebody has said that it waits, and how often.
 _TELL_SECONDS, _EVERY_SECONDS = 3.0, 0.4
+#: So many ranks can tell so often; more tell less often, to the one that judges, and of all others hear that some wait.
+_OFTEN_RANKS = 256
 #: A look costs a quarter of a millisecond of processor time, two while the rank waits: there are no more than this.
 _LOOK_SECONDS = 0.4
 #: How often the run directory, which many ranks may share, is looked at for somebody who asks for stacks.
@@ -83,6 +86,8 @@ _EXIT_SECONDS = 2.0
 _NO_PROCESS = "there is no process any more"
 #: Marks of a black box whose beats say nothing: the thread writes to a sink, or this part is off.
 _IN_A_SINK, _IS_OFF = 1, 2
+#: Of very many ranks those of this host are looked for among so many before and after this one.
+_NEAR_RANKS = 64
 #: The notes of so many other ranks are compared.
 _MOST_COMPARED = 16
 #: How often, and for how long, is looked at those that are left once the ranks can no longer talk.
@@ -179,7 +184,10 @@ class ProgressWatch:
         self._kernels: dict[int, deque[tuple[kernel.Kernel, float]]] = {}
         self._cpu: dict[int, float] = {}  # of a rank when it was found silent
         self._for_exit = _EXIT_SECONDS
-        self._tell_until = self._told = 0.0
+        self._tell_until = self._told = self._judged = 0.0
+        self._is_one_of_many = world > FLAT
+        self._every = _EVERY_SECONDS * max(1.0, world / _OFTEN_RANKS)
+        self._tells, self._stale = max(_TELL_SECONDS, 2.5 * self._every), max(_STALE_SECONDS, 2.5 * self._every)
         self._hangs: dict[tuple[int, int], _Open] = {}  # (judge, its number) -> one that is open, whoever has told it
         self._alone: list[Announcement] = []  # made while the others could not hear it
         self._fed: set[int] = set()  # numbers of these
@@ -273,14 +281,18 @@ class ProgressWatch:
             return  # short steps make many ticks
         own, now = self._look()
         if own.waiting:
-            self._tell_until = now + _TELL_SECONDS
-        if now < self._tell_until and now - self._told >= _EVERY_SECONDS:
+            self._tell_until = now + self._tells
+        if now < self._tell_until and now - self._told >= self._every:
             self._told = now
-            self._say("progress", look=to_json(own))
+            self._say("progress", look=_short(own) if self._is_one_of_many else to_json(own))
+            if own.waiting and self._is_one_of_many:
+                self._say("waits")  # in the same words as the others: looks go to the rank that judges
         present = [rank for rank in members if rank not in self._left]
         judges = self.rank == min(present, default=self.rank)
         closes = any(self._closes(one.hang, judges) for one in self._hangs.values())
-        if closes or (judges and (self._tell_until > now or self._waiting.state)):
+        due = now - self._judged >= self._every - _EVERY_SECONDS
+        if due and (closes or (judges and (self._tell_until > now or self._waiting.state))):
+            self._judged = now
             seen = self._seen(now)
             self._conclude(self._explained(judge(seen), seen), now, alone=False, begins=judges)
         self._tell_waiting(now)
@@ -291,6 +303,8 @@ class ProgressWatch:
         """Take what another rank sees, or says that the waiting comes to."""
         if kind == "progress":
             self._hear_look(rank, message["look"])
+        elif kind == "waits":
+            self._tell_until = time.monotonic() + self._tells
         elif rank != self.rank:
             self._hear_waiting(message)
 
@@ -302,7 +316,7 @@ class ProgressWatch:
         # others have made it after the tick before: how long it was on its way a gather does not tell
         self._looks[rank] = known, min(now, known.time) if known.host == kernel.host() else self._ticked
         if known.waiting:
-            self._tell_until = now + _TELL_SECONDS
+            self._tell_until = now + self._tells
 
     def hear_of(self, rank: int, announcement: Announcement | None) -> None:
         """Note that a rank has failed, or has left, and why; where it runs; and which hangs are open."""
@@ -398,7 +412,7 @@ class ProgressWatch:
             if rank in self._left:
                 found[rank] = self._gone(rank, look, now)
             else:
-                found[rank] = Seen(progress=look if now - when < _STALE_SECONDS else None)
+                found[rank] = Seen(progress=look if now - when < self._stale else None)
         return found
 
     def _gone(self, rank: int, look: RankProgress | None, now: float) -> Seen:
@@ -526,6 +540,8 @@ class ProgressWatch:
         if rank in self._on_host:
             return self._on_host[rank]
         node, own = self._nodes.get(rank), self._nodes.get(self.rank)
+        if node is None and self._is_one_of_many and abs(rank - self.rank) > _NEAR_RANKS:
+            return False  # a thousand ranks would read a thousand files each
         return (node is None or own is None or node == own) and now >= self._look_again.get(rank, 0.0)
 
     def _seen_in(self, rank: int, box: black_box.Recorded, now: float) -> Seen:
@@ -900,7 +916,7 @@ class ProgressWatch:
     def _seconds(self, now: float) -> dict[int, float]:
         """Return how long each rank has been waiting that does, as far as this one knows."""
         looks = ((rank, *known) for rank, known in self._looks.items() if rank not in self._left)
-        return {rank: look.same for rank, look, when in looks if look.waiting and now - when < _STALE_SECONDS}
+        return {rank: look.same for rank, look, when in looks if look.waiting and now - when < self._stale}
 
 
 def _ranks(text: str) -> list[int]:

@@ -14,7 +14,7 @@ never accuses one. `judge` is given what is known of every rank at one moment, a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ddpdebug.progress.frames import KINDS
@@ -126,6 +126,7 @@ def judge(seen: Mapping[int, Seen]) -> Hang | None:
     waiting = {rank: one.waits for rank, one in sorted(seen.items()) if one.waits}
     if not waiting:
         return None
+    seen = _AllSeen(seen)
     missing = {rank: _missing(rank, calls, seen) for rank, calls in waiting.items()}
     if not any(missing.values()):  # then of one that has gone it need not be known how far it had come
         missing = {rank: _missing(rank, calls, seen, sure=False) for rank, calls in waiting.items()}
@@ -157,7 +158,7 @@ def _of_missing(culprits: list[int], waiting: Mapping[int, tuple[Call, ...]], se
     if len(known) < len(culprits):
         return None
     busy = [rank for rank, progress in known.items() if progress.still < STUCK_SECONDS]
-    members = {rank for calls in waiting.values() for call in calls for rank in call.ranks or seen}
+    members = _members((call for calls in waiting.values() for call in calls), seen)
     arrived = [one.progress.same for rank in members - known.keys() if (one := seen[rank]).progress is not None]
     is_stuck = not busy and min(arrived, default=0.0) >= ARRIVED_SECONDS
     return _about("stuck" if is_stuck else "busy", busy or culprits, waiting, seen)
@@ -196,8 +197,27 @@ def _missed(rank: int, call: Call, seen: Mapping[int, Seen], *, sure: bool = Tru
     if _is_message(call):
         peer = None if call.root is None else seen.get(call.root)
         return set() if call.root is None or peer is None or _answers(rank, call, peer) else {call.root}
-    members = call.ranks or tuple(seen)
-    return {peer for peer in members if peer != rank and peer in seen and not _is_in(call, seen[peer], sure=sure)}
+    known = seen.absent if isinstance(seen, _AllSeen) else {}
+    # ranks of one group have them from one text
+    key = call.group, call.number, call.operation, id(call.ranks), sure
+    if key not in known:
+        members = call.ranks or tuple(seen)
+        known[key] = {peer for peer in members if peer in seen and not _is_in(call, seen[peer], sure=sure)}
+    return known[key] - {rank}
+
+
+class _AllSeen(dict[int, Seen]):
+    """What is known of all ranks, and who is not in a call: a thousand ranks wait in the same one."""
+
+    def __init__(self, seen: Mapping[int, Seen]) -> None:
+        super().__init__(seen)
+        self.absent: dict[tuple[object, ...], set[int]] = {}
+
+
+def _members(calls: Iterable[Call], seen: Mapping[int, Seen]) -> set[int]:
+    """Return the ranks that take part in some call; all where it does not say who."""
+    groups = {id(call.ranks): call.ranks for call in calls}
+    return set[int]().union(*(ranks or seen for ranks in groups.values()))
 
 
 def _is_message(call: Call) -> bool:
@@ -260,7 +280,7 @@ def _is_settled(
     firm = [max(still[rank] for rank in side) for side in sides]
     if sorted(firm)[-2] < CLOSED_SECONDS:
         return False
-    members = {rank for call in made.values() for rank in call.ranks if rank in seen}
+    members = _members((call for call in made.values() if call.ranks), seen) & seen.keys()
     asked = {rank for rank in members if not (seen[rank].left or seen[rank].silent)}
     return asked <= made.keys() or max(firm) >= CLOSED_SECONDS + ANSWER_SECONDS
 
@@ -357,7 +377,7 @@ def _in_same_call(
         for rank, own in waiting.items()
         if not (_missing(rank, own, seen, sure=False) or any(map(_is_message, own)))
     }
-    everyone = {peer for call in calls.values() for peer in call.ranks}
+    everyone = _members((call for call in calls.values() if call.ranks), seen)
     if not calls or not everyone <= waiting.keys() or min(stills.values()) < SAME_CALL_SECONDS:
         return None
     return replace(

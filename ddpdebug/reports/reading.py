@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -124,12 +125,13 @@ def read_history(directory: Path) -> History:
             elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
                 series[name].add(step.step, math.nan)
         pace.add(step)
-        for part, seconds in _parts(step.rows.values()).items():
+        # of chosen rows most are of ranks that were slow in this step
+        for part, seconds in _parts(islice(step.rows.values(), 1) if step.chosen else step.rows.values()).items():
             series[part].add(step.step, seconds)
         found = dissenters(step)
         for what in COMPARED:
             agreement[what].add(step.step, len(found[what]) if what in found else math.nan)
-        blamed = [ranks for ranks in found.values() if len(ranks) < len(step.rows)]
+        blamed = [ranks for ranks in found.values() if len(ranks) < len(step.everyone)]
         undecided += len(blamed) < len(found)
         for rank in frozenset().union(*blamed):
             if len(culprits) < _MAX_RANKS:

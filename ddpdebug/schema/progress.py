@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ddpdebug.schema.wire import ABSENT, Struct, as_text
 
@@ -38,6 +39,11 @@ _MOST_RANKS = 1 << 20
 
 def spans_of(ranks: Iterable[int]) -> str:
     """Return ranks as a text that is short for many, also of one rank of each host: "0-1023", "3,8-120:8"."""
+    return _spans(tuple(ranks))
+
+
+@lru_cache(maxsize=64)  # of the groups of a job: a thousand ranks tell of them twenty times in a look
+def _spans(ranks: tuple[int, ...]) -> str:
     runs: list[list[int]] = []  # first, last, distance
     for rank in sorted(ranks):
         if runs and (runs[-1][0] == runs[-1][1] or rank - runs[-1][1] == runs[-1][2]):
@@ -53,6 +59,7 @@ def spans_of(ranks: Iterable[int]) -> str:
     return ",".join(spans)
 
 
+@lru_cache(maxsize=64)
 def ranks_in(text: str) -> tuple[int, ...]:
     """Return the ranks of such a text.
 

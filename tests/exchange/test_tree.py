@@ -299,3 +299,37 @@ def test_rows_are_encoded_where_they_are_sent() -> None:
         ranks |= part.ranks
         assert all(decode(data).step == 3 for data in part.rows().values())
     assert (ranks, told) == ((1 << 17) - 1, ["row"])
+
+
+def test_what_all_have_to_say_is_bounded_whatever_their_number() -> None:
+    """Each has less to say in a tick; long messages wait for their turn, those of neighbours together, and all come."""
+    world, sizes = 8192, list[int]()
+    ranks = [0, 1, 63, 64, 5000, 8191]
+    exchanges = [TreeExchange(rank, world, lambda *_: None, lambda _: False, lambda _: None) for rank in ranks]
+    long = [bytes([n % 251 for n in range(5000)]) * 20, b"short" * 20]
+    for rank, exchange in zip(ranks, exchanges, strict=True):
+        assert all(exchange._put(text + bytes([rank % 7]), report=True) for text in long)
+    came: list[list[int]] = [[] for _ in ranks]
+    for tick in range(200):
+        for number, exchange in enumerate(exchanges):
+            exchange.ticks = tick
+            own = exchange._own()
+            came[number] += [tick] * len(own.reports)
+            sizes.append(sum(len(text) for _, text in own.reports))
+            assert bool(own.more) == bool(exchange._said)
+    assert all(len(ticks_) == 2 for ticks_ in came)  # nothing is lost
+    assert came[0] == came[1] == came[2]
+    assert len({ticks_[0] for ticks_ in came}) == 4
+    assert sum(map(bool, sizes)) < 3 * len(ranks)
+
+
+def test_a_row_of_another_rank_is_not_sent() -> None:
+    """It would be taken for that rank's."""
+    told: list[str] = []
+    exchange = TreeExchange(
+        3, 80, lambda *_: None, lambda _: False, lambda _: None, lambda part, text: told.append(text)
+    )
+    exchange.post(encode(Row(rank=4, step=1)))
+    exchange.post(encode(Row(rank=3, step=1)))
+    ((_, part),) = exchange._own().steps.items()
+    assert (part.ranks, told) == (1 << 3, ["it says that it is of rank 4"])

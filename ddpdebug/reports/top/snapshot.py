@@ -22,7 +22,7 @@ from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.run_state import WaitState
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import step_of
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.text import culprits_text, number, ranks_text
 
@@ -114,26 +114,35 @@ def from_directory(directory: Path) -> Snapshot:
     steps: dict[tuple[int, int], dict[int, Row]] = {}
     for row in rows:
         steps.setdefault((row.optimizer, row.step), {})[row.rank] = row
+    steps = dict(list(steps.items())[-_BACK:])  # of very many ranks a step has few rows
     views = {rank: RankView(rank=rank) for rank in range(world)} if world <= 4096 else {}
     differing: dict[str, int] = {}
     voted: dict[str, frozenset[int]] = {}
     costs: dict[int, list[float]] = {}
+    timed: dict[int, list[Row]] = {}
+    chosen = 0
     for (optimizer, reached), found in steps.items():
-        step = Step(step=reached, optimizer=optimizer, world=world, rows=found)
+        step = step_of(optimizer, reached, found, world)
+        chosen += step.chosen
         for what, ranks in dissenters(step).items():
             voted[what], differing[what] = ranks, len(ranks)
         for rank, cost in pace.costs(pace.own_times(step)).items():
             costs.setdefault(rank, []).append(cost)
         for rank, row in found.items():
             _take(views.setdefault(rank, RankView(rank=rank)), row)
+            # of chosen rows most are here because their rank was first in something: as slow as in these it is not
+            if math.isfinite(row.step_seconds) and (not step.chosen or rank == min(found)):
+                timed.setdefault(rank, []).append(row)
+    usual = median([row.step_seconds for of_rank in timed.values() for row in of_rank] or [math.nan])
     for rank, view in views.items():
-        timed = [row for row in rows if row.rank == rank and math.isfinite(row.step_seconds)]
-        if timed:
-            view.own_seconds = fmean(row.own_seconds for row in timed)
-            view.mean_seconds = fmean(row.step_seconds for row in timed)
+        if own := timed.get(rank):
+            view.own_seconds = fmean(row.own_seconds for row in own)
+            view.mean_seconds = fmean(row.step_seconds for row in own)
             view.wait_seconds = view.mean_seconds - view.own_seconds
-        if (known := costs.get(rank)) and view.mean_seconds > 0:
-            view.cost, view.last = fmean(known) / view.mean_seconds, fmean(map(bool, known))
+        mean = usual if chosen else view.mean_seconds
+        if (known := costs.get(rank)) and mean > 0:
+            count = len(steps) if chosen else len(known)  # where its row is not here it was not the last
+            view.cost, view.last = sum(known) / count / mean, sum(map(bool, known)) / count
         view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
         view.ended = str(outcomes.get(rank, {}).get("reason") or "")
         view.age = age if view.step is not None else math.nan

@@ -30,8 +30,9 @@ from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.row import Flag
 from ddpdebug.schema.run_state import End, RunState, end_of
+from ddpdebug.schema.step import Step
 from ddpdebug.sinks import (
     Covered,
     FindingRaised,
@@ -80,6 +81,8 @@ SERIES_OF_ALL = 2500
 _CODES = 35
 #: A finding that did not show again in so many steps is not current any more.
 _RECENT = 1000
+#: So many different kinds of ranks are kept, and for so many seconds, before they are counted for each rank.
+_MOST_KINDS, _COUNT_SECONDS = 16, 5.0
 #: Seconds for which ranks are believed that have said who takes part, or who waits; they say it every few seconds.
 _BELIEVED = 30.0
 
@@ -139,6 +142,8 @@ class PrometheusSink(Collector):
         self._failure: OSError | None = None
         self._endpoint: Endpoint | None = None
         self._recent, self._shown = Recent(), Shown()
+        # of steps with chosen rows: what whole kinds of ranks have in common, until it is counted for each of them
+        self._kinds, self._counted = Counter[tuple[frozenset[int], int, bool]](), 0.0
         self.url: str | None = None
         if rank == 0 or not self._everyone:
             share = SHARE_OF_ALL if self._everyone else SHARE
@@ -240,26 +245,48 @@ class PrometheusSink(Collector):
             {} if step.any(Flag.FIRST) else pace.costs(pace.own_times(step))
         )  # that has the start of the script in it
         if self._everyone:
-            used = {node: self._used(step.rows, ranks) for node, ranks in self._peers.items()}
+            there = {self._nodes.get(rank, "") for rank in step.rows}
+            used = {node: self._used(step, ranks) for node, ranks in self._peers.items() if node in there}
             for rank, row in step.rows.items():
                 if (state := self._ranks.get(rank)) is None:
                     state = self._ranks[rank] = RankState()
-                host = used.get(self._nodes.get(rank, ""), 0)
-                state.add(row, now, self._pace.bounds, host_bytes=host, cost=costs.get(rank, 0.0))
+                host, cost = used.get(self._nodes.get(rank, ""), 0), costs.get(rank, 0.0)
+                # of each kind the lowest rank is chosen in any case, and the others because they are first in something
+                how = {"events": not step.kinds, "times": not step.chosen or rank in step.kinds}
+                state.add(row, now, self._pace.bounds, host_bytes=host, cost=cost, **how)
+            self._count_kinds(step, now)
+            everyone = step.everyone
             for rank, state in self._ranks.items():
-                state.up = rank in step.everyone
+                state.up = rank in everyone
         elif (own := step.rows.get(self._rank)) is not None:
             peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
-            host, cost = self._used(step.rows, peers), costs.get(self._rank, 0.0)
+            host, cost = self._used(step, peers), costs.get(self._rank, 0.0)
             self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=host, cost=cost)
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)
 
+    def _count_kinds(self, step: Step, now: float) -> None:
+        """Count a step with chosen rows for the ranks that took it; for each of them only now and then."""
+        for lowest, ranks in step.kinds.items():
+            row = step.rows[lowest]
+            self._kinds[ranks, row.flags, row.clip_norm > row.clip_max] += 1
+        if self._kinds and (len(self._kinds) > _MOST_KINDS or now - self._counted >= _COUNT_SECONDS):
+            self._counted = now
+            for (ranks, flags, clipped), steps in self._kinds.items():
+                for rank in ranks:
+                    self._ranks.setdefault(rank, RankState()).took(steps, flags, clipped=clipped)
+            self._kinds.clear()
+
     @staticmethod
-    def _used(rows: Mapping[int, Row], ranks: Iterable[int]) -> int:
-        """Return what the ranks of a node use of its memory, bytes; they share one limit."""
-        there = [rows[rank] for rank in ranks if rank in rows]
+    def _used(step: Step, ranks: Collection[int]) -> int | None:
+        """Return what the ranks of a node use of its memory, bytes; they share one limit. None where some are not here.
+
+        Of very many ranks the rows of some are chosen.
+        """
+        there = [step.rows[rank] for rank in ranks if rank in step.rows]
+        if step.chosen and len(there) < len(ranks):
+            return None
         return sum((row.host_private_bytes or row.host_bytes) + row.workers_bytes for row in there)
 
     def _finding(self, record: FindingRaised) -> None:

@@ -227,24 +227,32 @@ class RankState:
         self.gpu = ""
 
     def add(
-        self, row: Row, now: float, bounds: tuple[float, ...] = (), *, host_bytes: int = 0, cost: float = 0.0
+        self,
+        row: Row,
+        now: float,
+        bounds: tuple[float, ...] = (),
+        *,
+        host_bytes: int | None = 0,
+        cost: float = 0.0,
+        events: bool = True,
+        times: bool = True,
     ) -> None:
         """Take one row; called once per rank and step.
 
         Args:
             bounds: of the step-time histogram, once they are known.
-            host_bytes: what all ranks use that share this one's limit.
+            host_bytes: what all ranks use that share this one's limit; None where that is not known.
             cost: seconds by which the rank made the step longer.
+            events: count the step; otherwise it is counted by `took`.
+            times: it is not here because it was slow.
         """
         self.newest, self.seen = row, now
-        self.filling["host"].add(now, host_bytes, row.host_limit_bytes)
+        if host_bytes is not None:
+            self.filling["host"].add(now, host_bytes, row.host_limit_bytes)
         self.filling["device"].add(now, row.device_allocated_bytes, row.device_limit_bytes)
         flags = row.flags
-        self.steps += 1
-        if flags:
-            self._count(flags)
-        if row.clip_norm > row.clip_max:
-            self.clipped += 1
+        if events:
+            self.took(1, flags, clipped=row.clip_norm > row.clip_max)
         if self.row is not None and row.optimizer != self.row.optimizer and row.step <= self.row.step:
             return
         self.row = row
@@ -253,13 +261,22 @@ class RankState:
             # NaN: keep the last known value, where it is not the value
             if value == value or (certain and i < _OFTEN) or (lost and i in _OF_WEIGHTS):  # noqa: PLR0124
                 self.values[i] = value
-        for i, seconds in enumerate(_PHASE_VALUES(row)):
+        for i, seconds in enumerate(_PHASE_VALUES(row)) if times else ():
             if seconds >= 0:  # not when unknown, which is NaN
                 self.phase_seconds[i] += seconds
                 self.phase_counts[i] += 1
         if row.step_seconds >= 0:
-            self._time(row.step_seconds, bounds)
-            self._share(row, cost)
+            self.cost_seconds += cost
+            if times:
+                self._time(row.step_seconds, bounds)
+                self._share(row)
+
+    def took(self, steps: int, flags: int, *, clipped: bool) -> None:
+        """Count steps of which the flags are known."""
+        self.steps += steps
+        self.clipped += steps * clipped
+        if flags:
+            self._count(flags, steps)
 
     def _time(self, seconds: float, bounds: tuple[float, ...]) -> None:
         self.step_count += 1
@@ -272,24 +289,23 @@ class RankState:
             self._early.clear()
             self.bounds, self.buckets = bounds, buckets
 
-    def _share(self, row: Row, cost: float) -> None:
+    def _share(self, row: Row) -> None:
         """Share the time of a step between what was the rank's own and what it waited for others."""
         for i, seconds in enumerate(row.own_phases.values()):
             self.own_seconds[i] += seconds
         collectives = row.collective_seconds if row.collective_seconds > 0 else 0.0
         self.wait_seconds[0] += row.wait_seconds - collectives
         self.wait_seconds[1] += collectives
-        self.cost_seconds += cost
 
-    def _count(self, flags: int) -> None:
-        self.checked += bool(flags & _CHECKED)
-        self.skipped += bool(flags & _SKIPPED)
-        self.guarded += bool(flags & _GUARDED)
-        self.unsynced += bool(flags & _UNSYNCED)
+    def _count(self, flags: int, steps: int) -> None:
+        self.checked += steps * bool(flags & _CHECKED)
+        self.skipped += steps * bool(flags & _SKIPPED)
+        self.guarded += steps * bool(flags & _GUARDED)
+        self.unsynced += steps * bool(flags & _UNSYNCED)
         if flags & _ANY_NONFINITE:
             for what, bit in NONFINITE.items():
                 if flags & bit:
-                    self.nonfinite[what] += 1
+                    self.nonfinite[what] += steps
 
 
 class Layers:
