@@ -1,30 +1,53 @@
 """What very many ranks cost each of them: thousands as light objects around the classes that a job runs.
 
-    python benchmarks/scale.py [--worlds 64,1024,8192] [--steps 16]
+    python benchmarks/scale.py [--worlds 64,1024,8192] [--steps 16] [--meeting] [--process 1024]
 
 Every rank of a world has its real row, its real place in the tree and what its real classes make of it; only gloo is
 not there: bytes go from hand to hand in one thread. Printed are processor times for a step (the least of the rounds,
 for the machine has other work), the bytes that come into a rank for a healthy step, connections, and what the rank that
 judges keeps.
+
+With `--meeting` the ranks of each world meet, as threads, and what they ask of the store is counted; what that takes is
+the number by the time of one such call to a TCPStore, alone. With `--process` one real process trains, first plain and
+then as a rank of so many: another process makes what comes from the others. In turn, so that both see the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
+import multiprocessing
+import os
 import random
+import statistics
+import tempfile
+import threading
 import time
 import tracemalloc
-from collections import defaultdict
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore, TCPStore
+
+from ddpdebug.config.settings import Config
 from ddpdebug.diagnosis.engine import Diagnosis
-from ddpdebug.exchange.partial import Partial
-from ddpdebug.exchange.tree import Circle, _packed, _unpacked, circles
-from ddpdebug.monitor.many_ranks import ManyRanks, chosen_step
+from ddpdebug.exchange.meeting import RollCall
+from ddpdebug.exchange.partial import Partial, StepPart
+from ddpdebug.exchange.tree import Circle, Tree, circles, packed, unpacked
+from ddpdebug.monitor.many_ranks import PartAssembler, chosen_step
+from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.schema.announcements import read_announcement
-from ddpdebug.schema.row import DIGESTS, Flag, Row, encode
+from ddpdebug.schema.row import DIGESTS, Flag, Row, decode, encode
 
 _OF_ONE = ("batch_digest", "record_digest", "output_digest", "rng_digest")
 
@@ -67,19 +90,19 @@ class World:
         for level in sorted(self.groups):
             for circle in self.groups[level]:
                 role = "leads neighbours" if level == 0 else "leads all" if circle.members[0] == 0 else "leads a group"
-                sent = [_packed(here.pop(rank)) for rank in circle.members[1:]]
+                sent = [packed(here.pop(rank)) for rank in circle.members[1:]]
                 begun = time.thread_time()
                 own = here[circle.members[0]]
                 for data in sent:
-                    own.merge(_unpacked(data))
-                _packed(own)
+                    own.merge(unpacked(data))
+                packed(own)
                 spent[role] = max(spent.get(role, 0.0), time.thread_time() - begun)
                 came[circle.members[0]] += sum(map(len, sent))
-        data = _packed(here[0])
+        data = packed(here[0])
         for rank in range(1, self.size):
             came[rank] += len(data)
         begun = time.thread_time()
-        found = _unpacked(data)
+        found = unpacked(data)
         spent["hears"] = time.thread_time() - begun
         return found
 
@@ -87,7 +110,7 @@ class World:
 def measure(size: int, steps: int) -> dict[str, Any]:
     """Return what a world of this size costs."""
     draw, world = random.Random(size), World(size)  # noqa: S311 - no secret
-    many, schedule = ManyRanks(size, lambda _: None), Schedule(budget=0.01, every_step=False)
+    parts, schedule = PartAssembler(), Schedule(budget=0.01, every_step=False)
     diagnosis = Diagnosis(world=size, config={"world": size})
     times: dict[str, list[float]] = defaultdict(list)
     came = [0] * size
@@ -105,8 +128,8 @@ def measure(size: int, steps: int) -> dict[str, Any]:
             times[role].append(seconds / 4)
         begun = time.thread_time()
         for key, part in heard.steps.items():
-            many.parts.add(key, part)
-        chosen = [(key, part, chosen_step(key, part)) for key, part in many.parts.ready(everyone)]
+            parts.add(key, part)
+        chosen = [(key, part, chosen_step(key, part)) for key, part in parts.ready(everyone)]
         for _, _, step in chosen:
             schedule.learn(step, step.step + 1)
         times["follows"].append((time.thread_time() - begun) / 4)
@@ -142,12 +165,261 @@ def kept(size: int, tensors: int = 288) -> float:
     return used / (1 << 20)
 
 
+class Counting:
+    """Counts a store's operations, those of all ranks."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.calls, self._lock = store, Counter[str](), threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            with self._lock:
+                self.calls[name] += 1
+                return getattr(self._store, name)(*args)
+
+        return call
+
+
+def meet(size: int) -> Counter[str]:
+    """Return how often the ranks of a world do what with the store to meet."""
+    store = Counting(HashStore())
+    threading.stack_size(256 << 10)
+    identity = {"versions": "1", "settings": {"a": 1}, "~run": {"directory": "runs/a", "run_id": "a"}}
+    rolls = [RollCall(store, 0, rank, size, identity, lambda: None) for rank in range(size)]
+    ranks = [threading.Thread(target=roll.meet) for roll in rolls]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return store.calls
+
+
+def operation_seconds() -> dict[str, float]:
+    """Return what each operation on a TCPStore takes where nobody else asks, there and back."""
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    keys, value = [f"key/{number}" for number in range(256)], "x" * 300
+    store.multi_set(keys, [value] * len(keys))
+    calls: dict[str, Callable[[], Any]] = {
+        "set": lambda: store.set("own", value),
+        "get": lambda: store.get("own"),
+        "add": lambda: store.add("count", 1),
+        "check": lambda: store.check(["own"]),
+        "multi_get": lambda: store.multi_get(keys),
+        "multi_set": lambda: store.multi_set(keys, [value] * len(keys)),
+    }
+    found = {}
+    for name, call in calls.items():
+        rounds = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            for _ in range(100):
+                call()
+            rounds.append((time.perf_counter() - begun) / 100)
+        found[name] = min(rounds)
+    return found
+
+
+class Others:
+    """All other ranks of the one that trains, as it hears them; in a process of its own."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self._draw = random.Random(size)  # noqa: S311 - no secret
+        self._wanted: list[tuple[int, int, bool]] = []
+        self._groups = circles(range(size), rank)
+        self._row = Row()
+
+    def hears(self, data: bytes) -> list[bytes]:
+        """Return what comes of the others in a tick: what each group gives to its first rank, or what all hear."""
+        own = unpacked(data)
+        for part in own.steps.values():
+            self._row = decode(next(iter(part.rows().values())))
+        led = [circle for circle in self._groups if circle.members[0] == self.rank]
+        everyone = range(self.size)
+        parts = [self._part(own, [rank for rank in everyone if rank != self.rank])] if not led else []
+        for place, circle in enumerate(led):
+            # of the levels below, all that the members of this one lead
+            first = 0 if place == 0 else led[place - 1].members[-1]
+            above = led[place + 1].members[1] if place + 1 < len(led) else self.size
+            parts.append(self._part(own, list(range(first + 1, above))))
+            del circle
+        self._wanted = [
+            tuple(message["key"]) for message in map(_message, own.messages) if message.get("kind") == "rows"
+        ]
+        if not led:
+            parts[0].merge(own)
+        return [packed(part) for part in parts]
+
+    def _part(self, own: Partial, ranks: list[int]) -> Partial:
+        found = Partial(progress=own.progress, least=own.least, most=own.most)
+        mask = sum(1 << rank for rank in ranks)
+        for key, part in own.steps.items():
+            row = decode(next(iter(part.rows().values())))
+            mine = StepPart()
+            mine.add(encode(row._replace(rank=ranks[0])), mask)
+            for rank in self._draw.sample(ranks, min(6, len(ranks))):
+                changed = {"step_seconds": row.step_seconds * self._draw.uniform(0.98, 1.02), "rank": rank}
+                mine.look(encode(row._replace(**changed)))
+            found.steps[key] = mine
+        for optimizer, step, _ in self._wanted:
+            for rank in ranks:
+                data = encode(self._row._replace(rank=rank, step=step, optimizer=optimizer))
+                text = json.dumps({"kind": "row", "row": base64.b64encode(data).decode()})
+                found.reports.append((1 << rank, zlib.compress(text.encode(), 1)))
+        return found
+
+
+def _message(said: tuple[int, bytes]) -> dict[str, Any]:
+    return dict(json.loads(zlib.decompress(said[1])))
+
+
+def serve(pipe: Connection, size: int, rank: int) -> None:
+    """Be all others."""
+    others = Others(size, rank)
+    while True:
+        pipe.send(others.hears(pipe.recv_bytes()))
+
+
+class Room:
+    """The groups of the rank that trains: what others say in them comes from one process."""
+
+    def __init__(self, pipe: Connection, rank: int) -> None:
+        self._pipe, self._rank, self._answers = pipe, rank, list[bytes]()
+
+    def member(self, circle: Circle) -> Member:
+        """Return a group."""
+        return Member(self, leads=circle.members[0] == self._rank, lowest=circle.level == 0)
+
+    def answer(self, data: bytes, *, first: bool) -> bytes:
+        """Return what comes in a group."""
+        if first:
+            self._pipe.send_bytes(data)
+            self._answers = self._pipe.recv()
+        return self._answers.pop(0)
+
+
+class Member:
+    """One group of the rank that trains."""
+
+    def __init__(self, room: Room, *, leads: bool, lowest: bool) -> None:
+        self._room, self._leads, self._lowest, self._told = room, leads, lowest, b""
+
+    def collect(self, data: bytes) -> list[bytes] | None:
+        """Return what the others give, where this rank leads."""
+        found = self._room.answer(data, first=self._lowest)
+        if self._leads:
+            return [data, found]
+        self._told = found
+        return None
+
+    def spread(self, data: bytes | None) -> bytes:
+        """Return what the first one gives."""
+        return self._told if data is None else data
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class BelievingMonitor(Monitor):
+    """A monitor that takes its process for a rank of many."""
+
+    room: Room
+    believed = (0, 1)
+
+    def _begin(self, *, alone: bool = False) -> None:
+        rank, size = self.believed
+        with mock.patch.multiple(dist, get_rank=lambda: rank, get_world_size=lambda: size):
+            super()._begin(alone=alone)
+
+    def _connect(self, generation: int, members: tuple[int, ...]) -> Tree:
+        self.schedule.follow(budget=self.config.budget, every_step=False)
+        return Tree(members, self.rank, self.room.member, NoWords())
+
+    def words(self) -> str:
+        """Say how it went."""
+        known, many = self._exchange, self._many
+        assert known is not None
+        assert many is not None
+        about = f"{known.state} {known.reason}, {known.ticks} ticks, {known.gathered_bytes} bytes came"
+        every = self.schedule.interval(1 << 30)
+        return f"  rank {self.rank}: {about}, {many.left_out} steps not judged, every {every} checked"
+
+
+class NoWords:
+    """Nobody goes."""
+
+    def leave_word(self, text: str) -> None:
+        """Forget it."""
+
+    def word(self) -> None:
+        """Return nothing."""
+
+
+def train(pipe: Connection, size: int, rank: int, steps: int) -> None:
+    """Train in steps that are asked for, plain where the world is of one rank; never returns."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if size > 1:
+        ours, theirs = multiprocessing.Pipe()
+        multiprocessing.Process(target=serve, args=(theirs, size, rank), daemon=True).start()
+        out = Path(tempfile.mkdtemp()) / "run"
+        monitor = BelievingMonitor(Config(out=out, metrics="off", quiet=True))
+        monitor.room, monitor.believed = Room(ours, rank), (rank, size)
+        monitor.install()
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(12)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(256, 512)
+    while pipe.recv():
+        spent = []
+        for _ in range(steps):
+            begun, used = time.perf_counter(), time.process_time()
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            spent.append((time.perf_counter() - begun, time.process_time() - used))
+        pipe.send(spent)
+    if size > 1:
+        print(monitor.words())
+    os._exit(0)  # the others do not leave
+
+
+def believe(size: int, rounds: int = 5, steps: int = 20) -> None:
+    """Print what a step takes of a process that is a rank of many against a plain one."""
+    multiprocessing.set_start_method("spawn", force=True)
+    kinds = {"plain": (1, 0), "the rank that judges": (size, 0), "another rank": (size, 9)}
+    processes = {}
+    for name, (world, rank) in kinds.items():
+        ours, theirs = multiprocessing.Pipe()
+        multiprocessing.Process(target=train, args=(theirs, world, rank, steps)).start()
+        processes[name] = ours
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for number in range(rounds):
+        for name, pipe in processes.items():
+            pipe.send(True)
+            spent = pipe.recv()
+            taken[name] += spent if number > 1 else []  # in the first steps all is looked at
+    plain = [statistics.median(column) for column in zip(*taken["plain"], strict=True)]
+    print(f"\na process that is one of {size} ranks, {(rounds - 2) * steps} steps of {plain[0] * 1e3:.0f} ms")
+    for name, spent in taken.items():
+        wall, used = (statistics.median(column) for column in zip(*spent, strict=True))
+        mean = statistics.fmean(each[1] for each in spent) / statistics.fmean(each[1] for each in taken["plain"])
+        print(f"  {name:<22} time x{wall / plain[0]:.3f}, processor time x{used / plain[1]:.3f} (mean x{mean:.3f})")
+    for pipe in processes.values():
+        pipe.send(False)
+
+
 def main() -> None:
     """Print a table for each world."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--worlds", default="64,1024,8192")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--meeting", action="store_true", help="count what the store is asked")
+    parser.add_argument("--process", type=int, default=0, help="ranks of which one real process is one")
     arguments = parser.parse_args()
+    if arguments.process:
+        believe(arguments.process)
+        return
     for size in map(int, arguments.worlds.split(",")):
         result = measure(size, arguments.steps)
         print(f"\n{size} ranks, {result['levels']} levels, at most {result['connections']} connections")
@@ -155,6 +427,10 @@ def main() -> None:
             print(f"  {role:<18} {milliseconds:8.3f} ms of processor time a step")
         bytes_ = result["bytes"]
         print(f"  bytes into a rank  {bytes_['median']:8.0f} a step in the median, {bytes_['most']:.0f} at most")
+        if arguments.meeting:
+            calls, each = meet(size), operation_seconds()
+            seconds = sum(number * each[name] for name, number in calls.items())
+            print(f"  a meeting          {calls.total():8} operations, {seconds:.2f} s: {dict(calls)}")
         print(f"  kept of announcements {kept(size):8.1f} MiB on the rank that judges")
 
 

@@ -107,24 +107,24 @@ class Tree:
         led: list[Small] = []
         told: Small | None = None
         for group, leads in self._groups:
-            given = group.collect(_packed(own))
+            given = group.collect(packed(own))
             if not leads or given is None:
                 told = group
                 break
             for data in given[1:]:
                 self.bytes += len(data)
-                own.merge(_unpacked(data))
+                own.merge(unpacked(data))
             led.append(group)
         reports = Partial()
         if self._leads_all:
             reports.reports, own.reports = own.reports, []
             own.heard = len(reports.reports)
-        data = _packed(own) if told is None else told.spread(None)
+        data = packed(own) if told is None else told.spread(None)
         if told is not None:
             self.bytes += len(data)
         for group in reversed(led):
             group.spread(data)
-        return (own if told is None else _unpacked(data)), reports
+        return (own if told is None else unpacked(data)), reports
 
     def close(self) -> None:
         """Make what is pending fail, on all levels."""
@@ -133,14 +133,19 @@ class Tree:
                 group.close()
 
 
-def _packed(partial: Partial) -> bytes:
+def packed(partial: Partial) -> bytes:
     """Return the bytes that go over the network: rows of ranks that are alike have most of theirs in common."""
     return zlib.compress(partial.encode(), 1)
 
 
-def _unpacked(data: bytes) -> Partial:
+def unpacked(data: bytes) -> Partial:
+    """Return what has come over the network.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     try:
-        unpacked = zlib.decompressobj().decompress(data, _MOST_BYTES)
+        partial = zlib.decompressobj().decompress(data, _MOST_BYTES)
     except zlib.error as error:
         raise ValueError(f"no partial: {error}") from error
-    return Partial.decode(unpacked)
+    return Partial.decode(partial)
