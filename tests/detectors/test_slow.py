@@ -16,7 +16,7 @@ from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.pace import PHASES, behind, costs, own_times
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
 
@@ -215,3 +215,51 @@ def test_the_cost_of_several_ranks_is_that_of_all_of_them() -> None:
     whole = sum(step.rows[0].step_seconds for step in steps[8:])
     assert finding.ranks == (2, 3)
     assert finding.evidence["cost_seconds"] == pytest.approx(finding.evidence["share"] * whole, rel=0.1)
+
+
+def in_turn(first: tuple[Step, ...], second: tuple[Step, ...], every: int = 1) -> tuple[Step, ...]:
+    """Return the steps of two optimizers, of which the second one steps after so many of the first."""
+    found: list[Step] = []
+    for number, step in enumerate(first):
+        found.append(step)
+        if number % every == every - 1:
+            other = second[number // every]
+            rows = {rank: row._replace(optimizer=1) for rank, row in other.rows.items()}
+            found.append(replace(other, optimizer=1, rows=rows))
+    return tuple(found)
+
+
+def longer(steps: tuple[Step, ...], times: float) -> tuple[Step, ...]:
+    """Return steps all times of which are so many times as long."""
+    names = [name for name in Row._fields if name.endswith("_seconds")]
+
+    def of(row: Row) -> Row:
+        return row._replace(**{name: times * getattr(row, name) for name in names})
+
+    return tuple(replace(step, rows={rank: of(row) for rank, row in step.rows.items()}) for step in steps)
+
+
+def test_the_pace_of_several_optimizers_is_that_of_their_training() -> None:
+    """A fifth of a short step is little of an iteration that has a long one as well."""
+    usual = longer(job(200), 4)
+    for seconds, ranks in ((0.014, []), (0.06, [(2,)])):
+        slow = job(200, more=lambda _, rank, p, s=seconds: s * (rank == 2 and p == "forward"))
+        assert [finding.ranks for finding in told(slow)] == [(2,)]
+        assert [finding.ranks for finding in told(in_turn(slow, usual))] == ranks
+    (finding,) = told(in_turn(slow, usual))
+    assert finding.evidence["step_seconds"] == pytest.approx(0.066 + 0.06 + 4 * 0.066, rel=0.1)
+    assert finding.evidence["share"] == pytest.approx(0.06 / 0.39, abs=0.03)
+    waiting = job(200, more=lambda _, rank, p: 0.03 * (p == "data"))
+    assert [finding.code for finding in told(waiting, InputBound)] == ["SLOW602"]
+    assert told(in_turn(waiting, usual), InputBound) == []
+
+
+@pytest.mark.parametrize("every", [5, 50])
+def test_an_optimizer_that_steps_rarely_belongs_to_an_iteration(every: int) -> None:
+    """One that steps after every fifth step of the other is waited for, one that hardly ever does is not."""
+    slow = job(400, more=lambda _, rank, p: 0.03 * (rank == 1 and p == "backward"))
+    (finding,) = told(in_turn(slow, job(80), every))
+    assert (finding.ranks, finding.phase) == ((1,), "backward")
+    steps = 1 + 5 * 0.1 / 0.066 if every == 5 else 0.1 / 0.066
+    assert finding.evidence["step_seconds"] == pytest.approx(0.066 * steps, rel=0.15)
+    assert finding.last_step > 360

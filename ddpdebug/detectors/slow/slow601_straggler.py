@@ -22,16 +22,17 @@ _KEPT = 16
 @dataclass(frozen=True, slots=True)
 class _Pause:
     step: int
+    number: int  # of the iteration
     place: int
     behind: float
     cost: float
     gc: float
-    elapsed: float  # all steps so far
+    elapsed: float  # all iterations so far
 
 
 @dataclass(slots=True)
 class _Series:
-    """What is remembered of an optimizer's steps."""
+    """What is remembered of the iterations."""
 
     window: Window
     hits: deque[frozenset[int]]  # the places that were behind in the newest windows
@@ -43,7 +44,7 @@ class _Series:
     steps: int = 0
     open: dict[Hashable, Finding] = field(default_factory=dict)  # incident key -> what is still so
     clear: int = 0  # windows in a row in which nobody was behind
-    pausing: int = 0  # the step until which pauses have not ended
+    pausing: int = 0  # the iteration until which pauses have not ended
 
 
 class Straggler(PaceRule):
@@ -168,11 +169,11 @@ class Straggler(PaceRule):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._series: dict[int, _Series] = {}
+        of, size = int(self.straggler_of), int(self.pace_window)
+        self._series = _Series(window=Window(size), hits=deque(maxlen=of), recent=deque(maxlen=size))
 
     def can_show(self, step: Step) -> bool:
-        series = self._series.get(step.optimizer)
-        return series is None or not series.open
+        return not self._series.open
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         kind = "slow" if finding.severity is self.severity else finding.phase
@@ -182,28 +183,22 @@ class Straggler(PaceRule):
         return finding.phase == "data"
 
     def detect(self, step: Step) -> Findings:
-        timing = self.timing(step) if len(step.rows) > 1 else None
+        timing = self.iteration(step) if len(step.rows) > 1 else None
         if timing is None:
             return
-        series = self._series.get(step.optimizer)
-        if series is None:
-            of, size = int(self.straggler_of), int(self.pace_window)
-            series = _Series(window=Window(size), hits=deque(maxlen=of), recent=deque(maxlen=size))
-            self._series[step.optimizer] = series
-        last = timing.last()
+        series, last = self._series, timing.last()
         series.steps += 1
         series.elapsed += timing.seconds
         yield from self._pauses(step, series, timing, last)
-        block = self.block(step.optimizer, timing)
+        block = self.block(timing)
         if block is not None:
             series.spent = {ranks: spent + _cost_of(block, ranks) for ranks, spent in series.spent.items()}
         if block is not None and (blocks := series.window.add(block)) is not None:
             yield from self._judge(step, series, blocks)
 
     def finish(self) -> Findings:
-        for series in self._series.values():
-            for known in series.open.values():
-                yield replace(known, evidence={**known.evidence, **self._so_far(series, known)})
+        for known in self._series.open.values():
+            yield replace(known, evidence={**known.evidence, **self._so_far(self._series, known)})
 
     @staticmethod
     def _so_far(series: _Series, known: Finding) -> Fields:
@@ -354,25 +349,25 @@ class Straggler(PaceRule):
     def _pauses(self, step: Step, series: _Series, timing: Timing, last: int) -> Findings:
         usual = middle(series.recent)
         series.recent.append(timing.seconds)
-        if series.pausing and step.step > series.pausing:
+        if series.pausing and series.steps > series.pausing:
             series.pausing = 0
             series.open = {key: known for key, known in series.open.items() if known.phase != "pauses"}
         late = timing.behind(last)
         if len(series.recent) < self.pause_count or late < max(self.pause_size * usual, self.pause_seconds):
             return
         gc = timing.times["gc"][last]
-        series.pauses.append(_Pause(step.step, last, late, timing.cost(), gc, series.elapsed))
+        series.pauses.append(_Pause(timing.step, series.steps, last, late, timing.cost(), gc, series.elapsed))
         collecting = [pause for pause in series.pauses if pause.gc >= self.straggler_phase * pause.behind]
         own = [pause for pause in series.pauses if pause.place == last]
         for pauses, collected in ((collecting, True), (own, False)):
-            if len(pauses) < self.pause_count or pauses[-1].step != step.step:
+            if len(pauses) < self.pause_count or pauses[-1].number != series.steps:
                 continue
             if collected or self._regular(pauses):
                 yield from self._pause(step, series, timing, pauses, collected=collected)
                 return
 
     def _regular(self, pauses: Sequence[_Pause]) -> bool:
-        gaps = [after.step - before.step for before, after in pairwise(pauses)]
+        gaps = [after.number - before.number for before, after in pairwise(pauses)]
         usual = middle(gaps)
         alike = sum(abs(gap - usual) <= round(self.pause_regular * usual) for gap in gaps)
         return usual > 1 and alike >= self.pause_alike * len(gaps)
@@ -386,13 +381,13 @@ class Straggler(PaceRule):
             return
         places = sorted({pause.place for pause in pauses})
         ranks = [timing.ranks[place] for place in places]
-        gap = round(middle(after.step - before.step for before, after in pairwise(pauses)))
+        gap = round(middle(after.number - before.number for before, after in pairwise(pauses)))
         so_far = math.fsum(pause.cost for pause in pauses)
         evidence = {
             "cost": cost_text(ranks, share, so_far, of="all time"),
             "share": round(share, 4),
             "cost_seconds": _short(so_far),
-            "behind_seconds": _short(cost / max(1, pauses[-1].step - pauses[0].step)),
+            "behind_seconds": _short(cost / max(1, pauses[-1].number - pauses[0].number)),
             "step_seconds": _short(middle(series.recent)),
             "steps": series.steps,
             "every_steps": gap,
@@ -400,7 +395,7 @@ class Straggler(PaceRule):
         }
         if collected:
             evidence["gc_seconds"] = _short(middle(pause.gc for pause in pauses))
-        series.pausing = step.step + int(self.straggler_windows) * gap
+        series.pausing = series.steps + int(self.straggler_windows) * gap
         yield self._keep(
             series,
             self.finding(

@@ -69,29 +69,25 @@ class InputBound(PaceRule):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._windows: dict[int, Window] = {}
-        self._shown: dict[int, list[Timing]] = {}  # optimizer -> the first blocks of windows in a row that show it
+        self._window = Window(int(self.pace_window))
+        self._shown: list[Timing] = []  # the first blocks of windows in a row that show it
 
     def can_show(self, step: Step) -> bool:
-        return not self._shown.get(step.optimizer)
+        return not self._shown
 
     def detect(self, step: Step) -> Findings:
-        timing, optimizer = self.timing(step), step.optimizer
-        block = None if timing is None else self.block(optimizer, timing)
-        if block is None:
-            return
-        window = self._windows.setdefault(optimizer, Window(int(self.pace_window)))
-        if (blocks := window.add(block)) is None:
+        timing = self.iteration(step)
+        block = None if timing is None else self.block(timing)
+        if block is None or (blocks := self._window.add(block)) is None:
             return
         data = per_step(blocks, [block.usual("data") for block in blocks])
         share = data / per_step(blocks, [block.seconds for block in blocks])
-        shown = self._shown.setdefault(optimizer, [])
         if share < self.input_share or data < self.input_seconds:
-            shown.clear()
+            self._shown.clear()
             return
-        shown.append(blocks[0])
-        if len(shown) >= self.input_windows:
-            yield self._word(step, shown[0], blocks, data)
+        self._shown.append(blocks[0])
+        if len(self._shown) >= self.input_windows:
+            yield self._word(step, self._shown[0], blocks, data)
 
     def _word(self, step: Step, first: Timing, blocks: Sequence[Timing], data: float) -> Finding:
         seconds = per_step(blocks, [block.seconds for block in blocks])

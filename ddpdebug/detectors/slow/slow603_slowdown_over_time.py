@@ -136,11 +136,10 @@ class SlowdownOverTime(PaceRule):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._series: dict[int, _Series] = {}
+        self._series = _Series()
 
     def can_show(self, step: Step) -> bool:
-        series = self._series.get(step.optimizer)
-        return series is None or series.base is None
+        return self._series.base is None
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ("machine" in finding.evidence,)
@@ -149,11 +148,11 @@ class SlowdownOverTime(PaceRule):
         return cause.code != "SLOW602" or finding.phase == "data"
 
     def detect(self, step: Step) -> Findings:
-        timing = self.timing(step)
-        block = None if timing is None else self.block(step.optimizer, timing)
+        timing = self.iteration(step)
+        block = None if timing is None else self.block(timing)
         if block is None:
             return
-        series = self._series.setdefault(step.optimizer, _Series())
+        series = self._series
         series.blocks.append(block)
         if len(series.blocks) >= self.slowdown_window:
             level = level_of(series.blocks)
