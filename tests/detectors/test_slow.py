@@ -263,3 +263,40 @@ def test_an_optimizer_that_steps_rarely_belongs_to_an_iteration(every: int) -> N
     steps = 1 + 5 * 0.1 / 0.066 if every == 5 else 0.1 / 0.066
     assert finding.evidence["step_seconds"] == pytest.approx(0.066 * steps, rel=0.15)
     assert finding.last_step > 360
+
+
+@pytest.mark.parametrize(
+    "later, usual",
+    [
+        ({"micro_batches": 2}, {"micro_batches": 1}),
+        ({"without_grad": 0}, {"without_grad": 40}),
+        ({"presence_digest": 9}, {"presence_digest": 7}),
+    ],
+)
+def test_a_step_that_does_something_else_begins_another_pace(later: dict[str, int], usual: dict[str, int]) -> None:
+    """Which takes as long as it takes; where it gets longer later, that is a regression again."""
+
+    def begun(at: int) -> tuple[Step, ...]:
+        return job(
+            800,
+            world=2,
+            more=lambda step, _, p: 0.02 * (p == "forward" and step >= 270) + 0.03 * (p == "backward" and step >= at),
+            fields=lambda step, _: {"batch_elements": 0, **(later if step >= 270 else usual)},
+        )
+
+    assert told(begun(900), SlowdownOverTime) == []
+    (finding,) = told(begun(620), SlowdownOverTime)
+    assert (finding.phase, finding.severity) == ("backward", Severity.WARNING)
+    assert finding.step == pytest.approx(620, abs=2)
+    assert finding.evidence["before_seconds"] == pytest.approx(0.085, abs=0.003)
+
+
+def test_layers_that_are_dropped_at_random_hide_no_regression() -> None:
+    """What has a gradient differs from step to step, and says nothing."""
+    steps = job(
+        520,
+        world=2,
+        more=lambda step, _, p: 0.03 * (p == "forward" and step >= 300),
+        fields=lambda step, _: {"without_grad": 3 * step % 7, "presence_digest": (1 + step % 7) * (step % 32 == 0)},
+    )
+    assert [finding.phase for finding in told(steps, SlowdownOverTime)] == ["forward"]
