@@ -300,3 +300,24 @@ def test_layers_that_are_dropped_at_random_hide_no_regression() -> None:
         fields=lambda step, _: {"without_grad": 3 * step % 7, "presence_digest": (1 + step % 7) * (step % 32 == 0)},
     )
     assert [finding.phase for finding in told(steps, SlowdownOverTime)] == ["forward"]
+
+
+@pytest.mark.parametrize("every, seconds", [(3, 0.03), (4, 0.04), (6, 0.06)])
+def test_less_than_a_step_in_every_few_steps_is_found(every: int, seconds: float) -> None:
+    """With its distance and its cost, also where every step is rough."""
+
+    def late(share: float) -> list[Finding]:
+        return told(
+            job(
+                240,
+                noise=0.1,
+                more=lambda step, rank, p: share * seconds * (rank == 1 and p == "other" and step % every == 1),
+            )
+        )
+
+    (finding,) = late(1.0)
+    assert (finding.ranks, finding.phase, finding.severity) == ((1,), "pauses", Severity.INFO)
+    assert finding.evidence["every_steps"] == every
+    assert finding.evidence["pause_seconds"] == pytest.approx(seconds, rel=0.3)
+    assert finding.evidence["share"] == pytest.approx(seconds / every / (0.07 + seconds / every), abs=0.05)
+    assert late(0.3) == []
