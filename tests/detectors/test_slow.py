@@ -13,18 +13,22 @@ from ddpdebug.detectors.slow.slow602_input_bound import InputBound
 from ddpdebug.detectors.slow.slow603_slowdown_over_time import SlowdownOverTime
 from ddpdebug.detectors.slow.timing import job, timing_of
 from ddpdebug.diagnosis.engine import Diagnosis
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import AwaitedLoader, Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.pace import PHASES, behind, costs, own_times
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
 
-def told(steps: tuple[Step, ...], *rules: type, loaders: tuple[Loader, ...] = ()) -> list[Finding]:
+def told(
+    steps: tuple[Step, ...], *rules: type, loaders: tuple[Loader, ...] = (), awaited: int | None = None
+) -> list[Finding]:
     """Return the findings as they are at the end of a run."""
     diagnosis = Diagnosis(world=steps[0].world, detectors=[rule() for rule in rules or (Straggler,)])
     for number, loader in enumerate(loaders):
         diagnosis.tell(f"loader:{number}", 0, loader)
+    if awaited is not None:
+        diagnosis.tell("awaited", 0, AwaitedLoader(loader=awaited))
     found: dict[str | None, Finding] = {}
     for step in steps:
         diagnosis.feed(step)
@@ -151,6 +155,18 @@ def test_how_the_loader_is_set_up_says_what_helps(loader: Loader, word: str) -> 
     assert finding.location == "train.py:9"
     assert finding.evidence["loader"]["workers"] == loader.workers
     assert any(text.startswith(word) for text in finding.evidence["helps"])
+
+
+def test_the_loader_that_is_waited_for_is_named() -> None:
+    """Not that of an evaluation before training; and whether a cache may be filled by its first pass."""
+    steps = job(120, world=2, more=lambda step, rank, p: 0.03 * (p == "data"))
+    loaders = Loader(workers=7, iterations=2), Loader(workers=1, location="train.py:9", iterations=1)
+    (finding,) = told(steps, InputBound, loaders=loaders, awaited=1)
+    assert (finding.location, finding.evidence["loader"]["workers"]) == ("train.py:9", 1)
+    assert "first_epoch" in finding.evidence
+    (finding,) = told(steps, InputBound, loaders=loaders, awaited=0)
+    assert finding.evidence["loader"]["workers"] == 7
+    assert "first_epoch" not in finding.evidence
 
 
 def test_one_slow_loader_is_not_everyones() -> None:
