@@ -337,3 +337,14 @@ def test_less_than_a_step_in_every_few_steps_is_found(every: int, seconds: float
     assert finding.evidence["pause_seconds"] == pytest.approx(seconds, rel=0.3)
     assert finding.evidence["share"] == pytest.approx(seconds / every / (0.07 + seconds / every), abs=0.05)
     assert late(0.3) == []
+
+
+def test_the_phase_of_an_incident_is_the_newest() -> None:
+    """As its numbers are, which tell of that phase."""
+    steps = job(
+        300,
+        more=lambda n, rank, p: 0.02 * (rank == 2 and p == ("forward" if n < 120 else "backward")),
+        fields=lambda _, rank: {"cpu_seconds": 0.05 + 0.02 * (rank == 2)},
+    )
+    (early,), (late,) = told(steps[:110]), told(steps)
+    assert (early.id, early.phase, late.id, late.phase) == (late.id, "forward", early.id, "backward")
