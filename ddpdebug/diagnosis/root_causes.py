@@ -86,7 +86,8 @@ class Incident:
             self.changed = True
         if self.rule.keeps_newest:
             told = {key: value for key, value in self.finding.evidence.items() if key == "consequences"}
-            self.finding = replace(self.finding, evidence={**finding.evidence, **told})
+            self.changed |= finding.phase != self.finding.phase
+            self.finding = replace(self.finding, phase=finding.phase, evidence={**finding.evidence, **told})
         self.again(finding.last_step if self.rule.keeps_newest else finding.step)
 
     def add_consequence(self, finding: Finding) -> None:

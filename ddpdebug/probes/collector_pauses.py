@@ -60,8 +60,9 @@ class CollectorPauses:
     def _begin(self) -> float:
         """Begin another step; return the seconds of this one, NaN where not every collection was seen."""
         before, self._collections = self._collections, sum(one["collections"] for one in gc.get_stats())
-        times = tuple(self._stamps)
-        self._stamps.clear()
+        times = []
+        while self._stamps:  # one by one: any thread may collect meanwhile
+            times.append(self._stamps.popleft())
         if len(times) != 2 * STAMPS * (
             self._collections - before
         ):  # the script calls callbacks, or has taken them away

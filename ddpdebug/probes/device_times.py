@@ -23,15 +23,22 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import training_events as events
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 
-#: For which a row waits for its step's events, and how often it asks, in seconds.
-_PATIENCE, _PAUSE = 2.0, 0.001
-_PHASES = ("forward_seconds", "backward_seconds", "backward_local_seconds", "sync_wait_seconds", "optimizer_seconds")
+#: For which a row waits for its step's events, in seconds, and how often it asks: soon, and then less and less often.
+_PATIENCE, _PAUSE, _LONGEST_PAUSE = 2.0, 0.001, 0.05
+#: Batches of a step that are timed: an evaluation may ask for any number.
+_BATCHES = 64
+_DATA = "data_seconds"
+_PHASES = (
+    *(_DATA, "forward_seconds", "backward_seconds"),
+    *("backward_local_seconds", "sync_wait_seconds", "optimizer_seconds"),
+)
 _COPY, _AWAY = "copy_seconds", "collective_seconds"
 
 
@@ -77,14 +84,17 @@ class Device:
 
     def wait_for(self, marks: list[DeviceEvent]) -> bool:
         """Return whether all events have been reached in time; only off the hot path."""
-        until = time.monotonic() + _PATIENCE
+        until, pause, left = time.monotonic() + _PATIENCE, _PAUSE, marks[:]
         while True:
             with self._asking:
-                if not self._captures and all(mark.query() for mark in marks):
-                    return True
+                while left and not self._captures and left[-1].query():
+                    left.pop()
+            if not left:
+                return True
             if time.monotonic() > until:
                 return False
-            time.sleep(_PAUSE)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def between(self, first: DeviceEvent, second: DeviceEvent) -> float:
         """Return the seconds between two events that have been reached; NaN during a capture."""
@@ -118,7 +128,7 @@ class DeviceTimes(Part, key="probe:device-times"):
         """Return the times, NaN where the device has not come so far within two seconds."""
         device, spans = self.device, self.spans
         if self.unknown:
-            return dict.fromkeys(("backward_local_seconds", "sync_wait_seconds"), math.nan)
+            return dict.fromkeys((_DATA, "backward_local_seconds", "sync_wait_seconds"), math.nan)
         if device is None or not spans:
             return {}
         marks = list(
@@ -145,7 +155,7 @@ class DeviceTimes(Part, key="probe:device-times"):
 
 
 class DeviceClock:
-    """Records the events of the followed thread's steps, from the first step on in which a DDP is on a CUDA device.
+    """Records the events of the followed thread's steps, from the first step on in which a model is on a CUDA device.
 
     Args:
         hooks: see the gradients.
@@ -164,10 +174,14 @@ class DeviceClock:
         self._device: Device | None = None
         self._open: list[_Span] = []
         self._spans: list[_Span] = []
+        self._asked: DeviceEvent | None = None  # as the batch was asked for that is to come
         self._last: DeviceEvent | None = None  # after the newest gradient of this backward
-        self._arrivals, self._expected = 0, 0
+        self._arrivals: dict[int, int] = {}  # of gradients in this backward, by DDP
+        self._expected: dict[int, int] = {}  # ... in the newest one that has reduced them
         guard.when_cut(self._cut)
         guard.when_off("probe:device-times", self._stop)
+        bus.on("probe:device-times", events.BatchAwaited, self._awaited)
+        bus.on("probe:device-times", events.BatchDelivered, self._delivered)
         bus.on("probe:device-times", events.ForwardBegan, self._forward_began)
         bus.on("probe:device-times", events.ForwardPrepared, self._prepared)
         bus.on("probe:device-times", events.ForwardEnded, self._forward_ended)
@@ -202,7 +216,7 @@ class DeviceClock:
             self._device.capture(-1)
 
     def _cut(self) -> None:
-        self._open, self._spans, self._last = [], [], None
+        self._open, self._spans, self._last, self._asked = [], [], None, None
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -222,6 +236,15 @@ class DeviceClock:
     def _away(self, away: bool) -> None:  # noqa: FBT001 - the one thing that is told
         (self._enter if away else self._leave)(_AWAY)
 
+    def _awaited(self, _: events.BatchAwaited) -> None:
+        if self._device is not None and sum(span.column == _DATA for span in self._spans) < _BATCHES:
+            self._asked = self._device.mark()
+
+    def _delivered(self, _: events.BatchDelivered) -> None:
+        first, self._asked = self._asked, None
+        if self._device is not None and first is not None:
+            self._spans.append(_Span(_DATA, first, self._device.mark()))
+
     def _forward_began(self, event: events.ForwardBegan) -> None:
         if self._device is None or not torch.is_grad_enabled():
             return
@@ -240,17 +263,19 @@ class DeviceClock:
             self._leave("forward_seconds")
 
     def _forward_failed(self, _: events.ForwardFailed) -> None:
-        self._open.clear()
+        inner = [number for number, span in enumerate(self._open) if span.column == "forward_seconds"]
+        del self._open[inner[-1] if inner else len(self._open) :]
 
     def _backward_began(self, _: events.BackwardBegan) -> None:
         if self._device is not None and self._state.in_backward == 1:
-            self._arrivals, self._last = 0, None
+            self._arrivals, self._last = {}, None
             self._enter("backward_seconds")
 
-    def _arrived(self) -> None:
-        """Record the last gradient: the one that the reduced backward before had as its last, and any further one."""
-        self._arrivals += 1
-        if self._arrivals >= self._expected > 0:
+    def _arrived(self, wrapper: Wrapper) -> None:
+        """Record the last gradient of a DDP: the one that its reduced backward before had as its last, and any more."""
+        number = wrapper.index
+        self._arrivals[number] = self._arrivals.get(number, 0) + 1
+        if self._arrivals[number] >= self._expected.get(number, math.inf):
             self._guard.run("probe:device-times", self._mark_last)
 
     def _mark_last(self) -> None:
@@ -266,8 +291,10 @@ class DeviceClock:
         whole = self._open[-1]
         self._leave("backward_seconds")
         last = whole.second
-        if any(wrapper.armed and wrapper.arrived for wrapper in self._state.wrappers):  # it has reduced them
-            last, self._expected = self._last, self._arrivals
+        reduced = [wrapper.index for wrapper in self._state.wrappers if wrapper.armed and wrapper.arrived]
+        if reduced:
+            last = self._last if all(number in self._expected for number in reduced) else None
+            self._expected |= {number: self._arrivals.get(number, 0) for number in reduced}
         self._spans += [
             _Span("backward_local_seconds", whole.first, last),
             _Span("sync_wait_seconds", last, whole.second),
@@ -286,7 +313,7 @@ class DeviceClock:
             event.record.parts[DeviceTimes] = DeviceTimes(self._device, self._spans)
             self._cut()
         elif torch.cuda.is_initialized() or self._make is not cuda_device:
-            on = next((place for wrapper in self._state.wrappers if (place := _place(wrapper.module()))), None)
+            on = next((place for module in self._state.models() if (place := _place(module))), None)
             if on is not None and (device := self._make(on)) is not None:
                 self._device = device
                 self._begin()
@@ -294,8 +321,8 @@ class DeviceClock:
                 event.record.parts[DeviceTimes] = DeviceTimes(unknown=True)
 
 
-def _place(module: torch.nn.Module | None) -> torch.device | None:
-    parameter = None if module is None else next(iter(internals.parameters(module)), None)
+def _place(module: torch.nn.Module) -> torch.device | None:
+    parameter = next(iter(internals.parameters(module)), None)
     return None if parameter is None else parameter.device
 
 

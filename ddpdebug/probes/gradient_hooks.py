@@ -29,7 +29,7 @@ class GradientHooks:
         self._entries = entries_of(guard)
         self._now = state.clock.now
         self.last_arrival = 0.0  # of a gradient, by the state's clock
-        self._told: Callable[[], None] | None = None  # called for each where a device takes times
+        self._told: Callable[[Wrapper], None] | None = None  # called for each where a device takes times
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
@@ -47,7 +47,7 @@ class GradientHooks:
         self._owners[key] = wrapper
         self._handles.append(self._entries.on_gradient(parameter, on_gradient, me, key))
 
-    def tell(self, look: Callable[[], None] | None) -> None:
+    def tell(self, look: Callable[[Wrapper], None] | None) -> None:
         """Call somebody for each gradient, or no longer."""
         self._told = look
 
@@ -70,7 +70,7 @@ class GradientHooks:
             return
         self.last_arrival = self._now()
         if self._told is not None:
-            self._told()
+            self._told(wrapper)
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
         if wrapper.armed and self._state.checking:
             self._run("probe:gradients", self._note, wrapper, key, parameter)

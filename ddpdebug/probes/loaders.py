@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -25,11 +26,13 @@ from ddpdebug.probes.training_events import (
     SubsetMade,
     WorkersBegan,
 )
-from ddpdebug.schema.announcements import Announce, Loader, StreamEnded
+from ddpdebug.schema.announcements import Announce, AwaitedLoader, Loader, StreamEnded
 from ddpdebug.schema.details import hex_digest
 
 #: Read of each tensor of a batch.
 RECORD_BYTES = 1 << 18
+#: So many batches that training gets are looked at together: which loader it waits for.
+_BATCHES = 8
 
 
 @dataclass(slots=True)
@@ -54,6 +57,10 @@ class Loaders:
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
         self._begun: dict[str, int] | None = None  # a pass over a stream, until its iterator is known
         self._streams: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators' loaders
+        self._newest = 0
+        self._waited: list[tuple[float, int]] = []  # seconds, for which loader
+        self._awaited: int | None = None
         self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
         self._asked = state.clock.now()
         self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
@@ -84,6 +91,7 @@ class Loaders:
             }
             self._known[loader] = known
         known["iterations"] += 1
+        self._newest = known["index"]
         self.samples = length_of(loader.dataset)
         self._whole = _batches(loader) == 1
         self._items.begin(loader, known["index"], self.samples)
@@ -101,6 +109,7 @@ class Loaders:
 
     def _workers_began(self, event: WorkersBegan) -> None:
         self._iterators.add(event.iterator)
+        self._numbers[event.iterator] = self._newest
         if self._begun is not None:
             self._streams[event.iterator], self._begun = self._begun, None
 
@@ -110,7 +119,10 @@ class Loaders:
     def delivered(self, event: BatchDelivered) -> None:
         """Note a batch and how long the training waited for it."""
         since = self._state.since
-        since.data_seconds += self._state.clock.now() - self._asked
+        waited = self._state.clock.now() - self._asked
+        since.data_seconds += waited
+        if torch.is_grad_enabled() and (number := self._numbers.get(event.iterator)) is not None:
+            self._note_wait(waited, number)
         if (stream := self._streams.get(event.iterator)) is not None:
             stream["batches"] += 1
         values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors_in(event.batch)]
@@ -118,6 +130,17 @@ class Loaders:
         deliveries.newest = combined(values)
         if not self._whole:
             deliveries.tensors |= dict.fromkeys(values, deliveries.newest)
+
+    def _note_wait(self, seconds: float, number: int) -> None:
+        """Tell which loader training waits for, once it is another one."""
+        self._waited.append((seconds, number))
+        if len(self._waited) < _BATCHES:
+            return
+        waits, self._waited = self._waited, []
+        longest = max({n for _, n in waits}, key=lambda number: sum(waited for waited, n in waits if n == number))
+        if longest != self._awaited:
+            self._awaited = longest
+            self._announce(AwaitedLoader(loader=longest, step=self._state.next_step()))
 
     def _ended(self, event: EpochEnded) -> None:
         """Tell where a stream has ended: another rank's may go on."""

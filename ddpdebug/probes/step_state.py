@@ -35,8 +35,8 @@ class Clock:
         self._told = look
 
     def now(self) -> float:
-        """Return the seconds of `time.perf_counter`, those in collectives left out."""
-        return time.perf_counter() - self.away
+        """Return the seconds of `time.perf_counter`, those in collectives left out, also in the one that it is in."""
+        return (self._left if self._depth else time.perf_counter()) - self.away
 
     def stop(self) -> None:
         """Stand still: a collective begins in this thread."""

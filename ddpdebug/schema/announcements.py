@@ -185,6 +185,16 @@ class Loader(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitedLoader(Announcement):
+    """The DataLoader for which training has waited longest of late, as soon as that is another one."""
+
+    topic: ClassVar[str] = "awaited"
+
+    loader: int
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnded(Announcement):
     """The k-th DataLoader has come to the end of an IterableDataset, whose length nobody knew."""
 
@@ -891,6 +901,7 @@ TOPICS = _by_topic(
         Constants,
         Numbers,
         Loader,
+        AwaitedLoader,
         Items,
         InputStatistics,
         RandomDraws,

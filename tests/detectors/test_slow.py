@@ -13,18 +13,22 @@ from ddpdebug.detectors.slow.slow602_input_bound import InputBound
 from ddpdebug.detectors.slow.slow603_slowdown_over_time import SlowdownOverTime
 from ddpdebug.detectors.slow.timing import job, timing_of
 from ddpdebug.diagnosis.engine import Diagnosis
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import AwaitedLoader, Loader
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.pace import PHASES, behind, costs, own_times
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
 
-def told(steps: tuple[Step, ...], *rules: type, loaders: tuple[Loader, ...] = ()) -> list[Finding]:
+def told(
+    steps: tuple[Step, ...], *rules: type, loaders: tuple[Loader, ...] = (), awaited: int | None = None
+) -> list[Finding]:
     """Return the findings as they are at the end of a run."""
     diagnosis = Diagnosis(world=steps[0].world, detectors=[rule() for rule in rules or (Straggler,)])
     for number, loader in enumerate(loaders):
         diagnosis.tell(f"loader:{number}", 0, loader)
+    if awaited is not None:
+        diagnosis.tell("awaited", 0, AwaitedLoader(loader=awaited))
     found: dict[str | None, Finding] = {}
     for step in steps:
         diagnosis.feed(step)
@@ -153,6 +157,18 @@ def test_how_the_loader_is_set_up_says_what_helps(loader: Loader, word: str) -> 
     assert any(text.startswith(word) for text in finding.evidence["helps"])
 
 
+def test_the_loader_that_is_waited_for_is_named() -> None:
+    """Not that of an evaluation before training; and whether a cache may be filled by its first pass."""
+    steps = job(120, world=2, more=lambda step, rank, p: 0.03 * (p == "data"))
+    loaders = Loader(workers=7, iterations=2), Loader(workers=1, location="train.py:9", iterations=1)
+    (finding,) = told(steps, InputBound, loaders=loaders, awaited=1)
+    assert (finding.location, finding.evidence["loader"]["workers"]) == ("train.py:9", 1)
+    assert "first_epoch" in finding.evidence
+    (finding,) = told(steps, InputBound, loaders=loaders, awaited=0)
+    assert finding.evidence["loader"]["workers"] == 7
+    assert "first_epoch" not in finding.evidence
+
+
 def test_one_slow_loader_is_not_everyones() -> None:
     """That rank is a straggler, in its loader."""
     steps = job(160, more=lambda step, rank, p: 0.04 * (rank == 1 and p == "data"))
@@ -215,3 +231,120 @@ def test_the_cost_of_several_ranks_is_that_of_all_of_them() -> None:
     whole = sum(step.rows[0].step_seconds for step in steps[8:])
     assert finding.ranks == (2, 3)
     assert finding.evidence["cost_seconds"] == pytest.approx(finding.evidence["share"] * whole, rel=0.1)
+
+
+def in_turn(first: tuple[Step, ...], second: tuple[Step, ...], every: int = 1) -> tuple[Step, ...]:
+    """Return the steps of two optimizers, of which the second one steps after so many of the first."""
+    found: list[Step] = []
+    for number, step in enumerate(first):
+        found.append(step)
+        if number % every == every - 1:
+            other = second[number // every]
+            rows = {rank: row._replace(optimizer=1) for rank, row in other.rows.items()}
+            found.append(replace(other, optimizer=1, rows=rows))
+    return tuple(found)
+
+
+def longer(steps: tuple[Step, ...], times: float) -> tuple[Step, ...]:
+    """Return steps all times of which are so many times as long."""
+    names = [name for name in Row._fields if name.endswith("_seconds")]
+
+    def of(row: Row) -> Row:
+        return row._replace(**{name: times * getattr(row, name) for name in names})
+
+    return tuple(replace(step, rows={rank: of(row) for rank, row in step.rows.items()}) for step in steps)
+
+
+def test_the_pace_of_several_optimizers_is_that_of_their_training() -> None:
+    """A fifth of a short step is little of an iteration that has a long one as well."""
+    usual = longer(job(200), 4)
+    for seconds, ranks in ((0.014, []), (0.06, [(2,)])):
+        slow = job(200, more=lambda _, rank, p, s=seconds: s * (rank == 2 and p == "forward"))
+        assert [finding.ranks for finding in told(slow)] == [(2,)]
+        assert [finding.ranks for finding in told(in_turn(slow, usual))] == ranks
+    (finding,) = told(in_turn(slow, usual))
+    assert finding.evidence["step_seconds"] == pytest.approx(0.066 + 0.06 + 4 * 0.066, rel=0.1)
+    assert finding.evidence["share"] == pytest.approx(0.06 / 0.39, abs=0.03)
+    waiting = job(200, more=lambda _, rank, p: 0.03 * (p == "data"))
+    assert [finding.code for finding in told(waiting, InputBound)] == ["SLOW602"]
+    assert told(in_turn(waiting, usual), InputBound) == []
+
+
+@pytest.mark.parametrize("every", [5, 50])
+def test_an_optimizer_that_steps_rarely_belongs_to_an_iteration(every: int) -> None:
+    """One that steps after every fifth step of the other is waited for, one that hardly ever does is not."""
+    slow = job(400, more=lambda _, rank, p: 0.03 * (rank == 1 and p == "backward"))
+    (finding,) = told(in_turn(slow, job(80), every))
+    assert (finding.ranks, finding.phase) == ((1,), "backward")
+    steps = 1 + 5 * 0.1 / 0.066 if every == 5 else 0.1 / 0.066
+    assert finding.evidence["step_seconds"] == pytest.approx(0.066 * steps, rel=0.15)
+    assert finding.last_step > 360
+
+
+@pytest.mark.parametrize(
+    "later, usual",
+    [
+        ({"micro_batches": 2}, {"micro_batches": 1}),
+        ({"without_grad": 0}, {"without_grad": 40}),
+        ({"presence_digest": 9}, {"presence_digest": 7}),
+    ],
+)
+def test_a_step_that_does_something_else_begins_another_pace(later: dict[str, int], usual: dict[str, int]) -> None:
+    """Which takes as long as it takes; where it gets longer later, that is a regression again."""
+
+    def begun(at: int) -> tuple[Step, ...]:
+        return job(
+            800,
+            world=2,
+            more=lambda step, _, p: 0.02 * (p == "forward" and step >= 270) + 0.03 * (p == "backward" and step >= at),
+            fields=lambda step, _: {"batch_elements": 0, **(later if step >= 270 else usual)},
+        )
+
+    assert told(begun(900), SlowdownOverTime) == []
+    (finding,) = told(begun(620), SlowdownOverTime)
+    assert (finding.phase, finding.severity) == ("backward", Severity.WARNING)
+    assert finding.step == pytest.approx(620, abs=2)
+    assert finding.evidence["before_seconds"] == pytest.approx(0.085, abs=0.003)
+
+
+def test_layers_that_are_dropped_at_random_hide_no_regression() -> None:
+    """What has a gradient differs from step to step, and says nothing."""
+    steps = job(
+        520,
+        world=2,
+        more=lambda step, _, p: 0.03 * (p == "forward" and step >= 300),
+        fields=lambda step, _: {"without_grad": 3 * step % 7, "presence_digest": (1 + step % 7) * (step % 32 == 0)},
+    )
+    assert [finding.phase for finding in told(steps, SlowdownOverTime)] == ["forward"]
+
+
+@pytest.mark.parametrize("every, seconds", [(3, 0.03), (4, 0.04), (6, 0.06)])
+def test_less_than_a_step_in_every_few_steps_is_found(every: int, seconds: float) -> None:
+    """With its distance and its cost, also where every step is rough."""
+
+    def late(share: float) -> list[Finding]:
+        return told(
+            job(
+                240,
+                noise=0.1,
+                more=lambda step, rank, p: share * seconds * (rank == 1 and p == "other" and step % every == 1),
+            )
+        )
+
+    (finding,) = late(1.0)
+    assert (finding.ranks, finding.phase, finding.severity) == ((1,), "pauses", Severity.INFO)
+    assert finding.evidence["every_steps"] == every
+    assert finding.evidence["pause_seconds"] == pytest.approx(seconds, rel=0.3)
+    assert finding.evidence["share"] == pytest.approx(seconds / every / (0.07 + seconds / every), abs=0.05)
+    assert late(0.3) == []
+
+
+def test_the_phase_of_an_incident_is_the_newest() -> None:
+    """As its numbers are, which tell of that phase."""
+    steps = job(
+        300,
+        more=lambda n, rank, p: 0.02 * (rank == 2 and p == ("forward" if n < 120 else "backward")),
+        fields=lambda _, rank: {"cpu_seconds": 0.05 + 0.02 * (rank == 2)},
+    )
+    (early,), (late,) = told(steps[:110]), told(steps)
+    assert (early.id, early.phase, late.id, late.phase) == (late.id, "forward", early.id, "backward")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.collector_pauses import CollectorPauses, Pauses
-from ddpdebug.probes.entries import Entries, entries_of
+from ddpdebug.probes.entries import STAMPS, Entries, entries_of
 from ddpdebug.probes.record import SinceLastStep
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, StepClosing
@@ -59,6 +60,19 @@ def test_collections_are_added_up(close: Callable[[], float]) -> None:
     assert close() > small > 0.0
     assert close() == 0.0
     del heap
+
+
+def test_a_collection_of_another_thread_disturbs_nothing(guard: Guard, entries: Entries) -> None:
+    """It may come at any moment, also while times are added up: they are taken one by one."""
+
+    class Disturbed(deque[float]):
+        def __iter__(self) -> Iterator[float]:
+            raise RuntimeError("deque mutated during iteration")
+
+    pauses = CollectorPauses(Bus(entries.guard), StepState(), guard)
+    pauses._stamps = Disturbed([1.0] * STAMPS + [2.5] * STAMPS)
+    pauses._collections = sum(one["collections"] for one in gc.get_stats()) - 1
+    assert pauses._begin() == 1.5
 
 
 def test_what_was_not_seen_is_not_told(close: Callable[[], float], entries: Entries) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
@@ -204,6 +206,81 @@ def test_nothing_waits_in_the_training_thread(rank: Rank, monkeypatch: pytest.Mo
     asked = rank.stream.asked
     rank.step()
     assert rank.stream.asked == asked
+
+
+class Batches(Dataset[torch.Tensor]):
+    """For each batch the host takes longer than the device stands idle for it."""
+
+    def __init__(self, stream: Stream, idle: float) -> None:
+        self.stream, self.idle = stream, idle
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, _: int) -> torch.Tensor:
+        time.sleep(0.01)
+        self.stream.now += self.idle
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("idle", [0.0, 3.0])
+def test_data_that_the_device_does_not_wait_for_take_no_time(rank: Rank, idle: float) -> None:
+    """The host waits for a loader while the device has work left to do; of an evaluation few are timed."""
+    for number, _ in enumerate(DataLoader(Batches(rank.stream, idle), batch_size=None)):
+        if number == 1:
+            rank.step()
+            break
+    assert rank.row().data_seconds == 2 * idle
+    for _ in DataLoader(Batches(rank.stream, idle), batch_size=None):
+        pass
+    rank.step()
+    assert rank.row().data_seconds == 64 * idle
+
+
+def test_each_ddp_has_its_own_number_of_gradients(rank: Rank) -> None:
+    """Of two that are trained in turn one has more of them."""
+    other = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(other.parameters(), 0.01)
+    for _ in range(2):
+        other(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        rank.step()
+    assert rank.row().backward_local_seconds == 1100.0
+
+
+def test_a_device_that_is_late_is_asked_less_and_less_often(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for what is not there yet alone."""
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        rank.stream.done = len(pauses) == 7
+
+    rank.step()
+    rank.stream.done, asked = False, rank.stream.asked
+    monkeypatch.setattr(time, "sleep", pause)
+    assert rank.row().forward_seconds == 1.0
+    assert pauses == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05]
+    assert rank.stream.asked - asked < 2 * len(pauses) + 10
+
+
+def test_what_is_around_a_forward_that_raises_goes_on(rank: Rank) -> None:
+    """An optimizer whose closure has tried something that failed has its time."""
+
+    def fails(*_: Any) -> None:
+        rank.model.module.passes("step")
+        raise ValueError("spoiled")
+
+    def closure() -> Any:
+        handle = rank.model.module.second.register_forward_hook(fails)
+        with suppress(ValueError):
+            rank.model(torch.ones(3, 2))
+        handle.remove()
+        return 0.0
+
+    rank.model(torch.ones(3, 2)).sum().backward()
+    rank.optimizer.step(closure)
+    assert rank.row().optimizer_seconds == TICKS["step"] + TICKS["forward"]
 
 
 def test_what_raises_leaves_nothing_open(rank: Rank) -> None:

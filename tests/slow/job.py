@@ -44,6 +44,8 @@ class Batches(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.delay.at("data")
+        if index < self.args.warm_up:
+            time.sleep(0.04)
         size = self.args.batch
         if self.args.lengths == "cyclic":  # alike on all ranks, from step to step up to twice as long
             size += size * (index % 8) // 8
@@ -84,27 +86,31 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="so many steps")
     parser.add_argument("--from-step", type=int, default=MEASURED, help="the step at which it begins")
     parser.add_argument("--lengths", default="equal", help="equal, cyclic, turns or unequal")
+    parser.add_argument("--warm-up", type=int, default=0, help="so many batches come late, on all ranks")
+    parser.add_argument("--networks", type=int, default=1, help="trained in turn, in each step; the last one is slow")
     parser.add_argument("--evaluate-every", type=int, default=0, help="rank 0 does, the others wait for it")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(3)
-    delay = Delay(args.where, args.every)
-    model = DistributedDataParallel(Model(args.width, delay))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    optimizer.register_step_pre_hook(lambda *_: delay.at("optimizer"))
+    delay, none = Delay(args.where, args.every), Delay("none", 1)
+    delays = [none] * (args.networks - 1) + [delay]
+    models = [DistributedDataParallel(Model(args.width, one)) for one in delays]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
+    optimizers[-1].register_step_pre_hook(lambda *_: delay.at("optimizer"))
     times, began = [], time.perf_counter()
     for step, batch in enumerate(DataLoader(Batches(args, rank, delay), batch_size=None)):
-        loss = (model(batch) - batch.mean(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = (model(batch) - batch.mean(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
         delay.at("other")
         if args.evaluate_every and step % args.evaluate_every == args.evaluate_every - 1 and rank == 0:
             with torch.no_grad():
                 for _ in range(24):
-                    model.module(batch)
+                    models[0].module(batch)
         times.append(time.perf_counter() - began)
         began, delay.step = time.perf_counter(), step + 1
         if step + 1 == MEASURED:

@@ -68,9 +68,8 @@ RECORDINGS = {
 }
 
 
-def record(name: str, folder: Path) -> None:
-    """Run a job beside its loops and keep its steps."""
-    about = RECORDINGS[name]
+def record(name: str, about: Recording, folder: Path) -> Path:
+    """Run a job beside its loops and keep its steps; return the file."""
     job = Path(__file__).with_name("job.py")
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(about.busy * os.cpu_count())]
     try:
@@ -90,6 +89,7 @@ def record(name: str, folder: Path) -> None:
             path = folder / f"{name}.json.xz"
             recordings.write(path, kept, read_steps(out))
             print(f"{name}: {path.stat().st_size} bytes, {kept}", flush=True)
+            return path
     finally:
         for loop in loops:
             loop.kill()
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=recordings.FOLDER)
     args = parser.parse_args()
     for name in args.names or RECORDINGS:
-        record(name, args.folder)
+        record(name, RECORDINGS[name], args.folder)
 
 
 if __name__ == "__main__":

@@ -21,21 +21,26 @@ _KEPT = 16
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
+    """How late the last rank was."""
+
     step: int
+    number: int  # of the iteration
     place: int
     behind: float
     cost: float
     gc: float
-    elapsed: float  # all steps so far
+    elapsed: float  # all iterations so far
 
 
 @dataclass(slots=True)
 class _Series:
-    """What is remembered of an optimizer's steps."""
+    """What is remembered of the iterations."""
 
     window: Window
     hits: deque[frozenset[int]]  # the places that were behind in the newest windows
-    recent: deque[float]  # seconds of the newest steps
+    recent: deque[float]  # seconds of the newest iterations
+    newest: deque[_Pause]  # who was last in each of the newest iterations
+    rhythms: deque[tuple[int, int, int] | None]  # of the newest looks: place, every so many iterations, from which on
     since: dict[int, int] = field(default_factory=dict)  # place in `hits` -> the step since which it is behind
     spent: dict[tuple[int, ...], float] = field(default_factory=dict)  # ranks that are slow -> seconds since they are
     pauses: deque[_Pause] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -43,7 +48,7 @@ class _Series:
     steps: int = 0
     open: dict[Hashable, Finding] = field(default_factory=dict)  # incident key -> what is still so
     clear: int = 0  # windows in a row in which nobody was behind
-    pausing: int = 0  # the step until which pauses have not ended
+    pausing: int = 0  # the iteration until which pauses have not ended
 
 
 class Straggler(PaceRule):
@@ -119,7 +124,7 @@ class Straggler(PaceRule):
         1.05, "times the others' elements from which a rank has more work", source="chosen: shards differ by less"
     )
     pause_size = Threshold(
-        1.0, "usual steps that a rank has to be behind in one step for a pause",
+        1.0, "usual steps that a rank has to be behind in one step for a pause, where it is not in every 3rd to 10th",
         source="measured on busy machines: the scheduler alone rarely takes a whole step",
     )  # fmt: skip
     pause_seconds = Threshold(0.05, "seconds, the same", source="chosen: a collection of 500,000 objects takes as long")
@@ -142,6 +147,7 @@ class Straggler(PaceRule):
             fields=lambda step, rank: {"batch_elements": 1000 + 1000 * (rank == 3)},
         ),
         lambda: job(160, more=lambda step, rank, phase: 0.3 * (rank == 0 and phase == "other" and step % 20 == 0)),
+        lambda: job(160, more=lambda step, rank, phase: 0.05 * (rank == 0 and phase == "other" and step % 4 == 0)),
         lambda: job(  # collections, each on another rank
             160,
             more=lambda step, rank, phase: 0.2 * (phase == "forward" and step % 12 == 3 * rank),
@@ -168,11 +174,17 @@ class Straggler(PaceRule):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._series: dict[int, _Series] = {}
+        of, size = int(self.straggler_of), int(self.pace_window)
+        self._series = _Series(
+            window=Window(size),
+            hits=deque(maxlen=of),
+            recent=deque(maxlen=size),
+            newest=deque(maxlen=size),
+            rhythms=deque(maxlen=of),
+        )
 
     def can_show(self, step: Step) -> bool:
-        series = self._series.get(step.optimizer)
-        return series is None or not series.open
+        return not self._series.open
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         kind = "slow" if finding.severity is self.severity else finding.phase
@@ -182,28 +194,22 @@ class Straggler(PaceRule):
         return finding.phase == "data"
 
     def detect(self, step: Step) -> Findings:
-        timing = self.timing(step) if len(step.rows) > 1 else None
+        timing = self.iteration(step) if len(step.rows) > 1 else None
         if timing is None:
             return
-        series = self._series.get(step.optimizer)
-        if series is None:
-            of, size = int(self.straggler_of), int(self.pace_window)
-            series = _Series(window=Window(size), hits=deque(maxlen=of), recent=deque(maxlen=size))
-            self._series[step.optimizer] = series
-        last = timing.last()
+        series = self._series
         series.steps += 1
         series.elapsed += timing.seconds
-        yield from self._pauses(step, series, timing, last)
-        block = self.block(step.optimizer, timing)
+        yield from self._pauses(step, series, timing)
+        block = self.block(timing)
         if block is not None:
             series.spent = {ranks: spent + _cost_of(block, ranks) for ranks, spent in series.spent.items()}
         if block is not None and (blocks := series.window.add(block)) is not None:
             yield from self._judge(step, series, blocks)
 
     def finish(self) -> Findings:
-        for series in self._series.values():
-            for known in series.open.values():
-                yield replace(known, evidence={**known.evidence, **self._so_far(series, known)})
+        for known in self._series.open.values():
+            yield replace(known, evidence={**known.evidence, **self._so_far(self._series, known)})
 
     @staticmethod
     def _so_far(series: _Series, known: Finding) -> Fields:
@@ -351,28 +357,69 @@ class Straggler(PaceRule):
 
     # --- in few steps -------------------------------------------------------------------------------------------------
 
-    def _pauses(self, step: Step, series: _Series, timing: Timing, last: int) -> Findings:
-        usual = middle(series.recent)
-        series.recent.append(timing.seconds)
-        if series.pausing and step.step > series.pausing:
+    def _pauses(self, step: Step, series: _Series, timing: Timing) -> Findings:
+        usual, last = middle(series.recent), timing.last()
+        if series.pausing and series.steps > series.pausing:
             series.pausing = 0
             series.open = {key: known for key, known in series.open.items() if known.phase != "pauses"}
-        late = timing.behind(last)
-        if len(series.recent) < self.pause_count or late < max(self.pause_size * usual, self.pause_seconds):
+        newest = _Pause(
+            step=timing.step,
+            number=series.steps,
+            place=last,
+            behind=timing.behind(last),
+            cost=timing.cost(),
+            gc=timing.times["gc"][last],
+            elapsed=series.elapsed,
+        )
+        series.recent.append(timing.seconds)
+        series.newest.append(newest)
+        if series.steps % (self.pace_window // 4) == 0 and len(series.newest) == self.pace_window:
+            yield from self._often(step, series, timing, usual)
+        if len(series.recent) < self.pause_count or newest.behind < max(self.pause_size * usual, self.pause_seconds):
             return
-        gc = timing.times["gc"][last]
-        series.pauses.append(_Pause(step.step, last, late, timing.cost(), gc, series.elapsed))
+        series.pauses.append(newest)
         collecting = [pause for pause in series.pauses if pause.gc >= self.straggler_phase * pause.behind]
         own = [pause for pause in series.pauses if pause.place == last]
         for pauses, collected in ((collecting, True), (own, False)):
-            if len(pauses) < self.pause_count or pauses[-1].step != step.step:
+            if len(pauses) < self.pause_count or pauses[-1] is not newest:
                 continue
             if collected or self._regular(pauses):
                 yield from self._pause(step, series, timing, pauses, collected=collected)
                 return
 
+    def _often(self, step: Step, series: _Series, timing: Timing, usual: float) -> Findings:
+        """Look for a rank that is late in every third, fourth, ... iteration, by less than a step."""
+        costs: dict[int, float] = {}
+        for late in series.newest:
+            costs[late.place] = costs.get(late.place, 0.0) + late.cost
+        place = max(costs, key=lambda place: costs[place])
+        alone = costs[place] >= self.straggler_phase * math.fsum(costs.values())  # else all are in turn
+        series.rhythms.append(self._rhythm(series.newest, place, usual) if alone else None)
+        rhythm = series.rhythms[-1]
+        if rhythm is None or series.rhythms.count(rhythm) < self.straggler_windows:
+            return
+        _, every, first = rhythm
+        pauses = [late for late in series.newest if late.place == place and late.number % every == first]
+        yield from self._pause(step, series, timing, pauses, collected=False)
+
+    def _rhythm(self, newest: Sequence[_Pause], place: int, usual: float) -> tuple[int, int, int] | None:
+        """Return a place, the shortest distance of iterations in most of which it is late, and the first of them.
+
+        Of a distance of two the median tells.
+        """
+        seconds = [late.behind if late.place == place else 0.0 for late in newest]
+        for every in range(3, int(self.pause_size / self.pause_share) + 1):
+            least = max(self.pause_share * every * usual, self.straggler_seconds)
+            for begin in range(every):
+                own = sorted(seconds[begin::every])
+                late = own[int((1 - self.pause_alike) * len(own))]
+                rest = middle(value for i, value in enumerate(seconds) if i % every != begin)
+                if len(own) >= self.pause_count and late >= max(least, 2 * rest):
+                    return place, every, newest[begin].number % every
+        return None
+
     def _regular(self, pauses: Sequence[_Pause]) -> bool:
-        gaps = [after.step - before.step for before, after in pairwise(pauses)]
+        gaps = [after.number - before.number for before, after in pairwise(pauses)]
         usual = middle(gaps)
         alike = sum(abs(gap - usual) <= round(self.pause_regular * usual) for gap in gaps)
         return usual > 1 and alike >= self.pause_alike * len(gaps)
@@ -386,13 +433,13 @@ class Straggler(PaceRule):
             return
         places = sorted({pause.place for pause in pauses})
         ranks = [timing.ranks[place] for place in places]
-        gap = round(middle(after.step - before.step for before, after in pairwise(pauses)))
+        gap = round(middle(after.number - before.number for before, after in pairwise(pauses)))
         so_far = math.fsum(pause.cost for pause in pauses)
         evidence = {
             "cost": cost_text(ranks, share, so_far, of="all time"),
             "share": round(share, 4),
             "cost_seconds": _short(so_far),
-            "behind_seconds": _short(cost / max(1, pauses[-1].step - pauses[0].step)),
+            "behind_seconds": _short(cost / max(1, pauses[-1].number - pauses[0].number)),
             "step_seconds": _short(middle(series.recent)),
             "steps": series.steps,
             "every_steps": gap,
@@ -400,7 +447,7 @@ class Straggler(PaceRule):
         }
         if collected:
             evidence["gc_seconds"] = _short(middle(pause.gc for pause in pauses))
-        series.pausing = step.step + int(self.straggler_windows) * gap
+        series.pausing = series.steps + int(self.straggler_windows * max(gap, self.pace_window // 4))
         yield self._keep(
             series,
             self.finding(

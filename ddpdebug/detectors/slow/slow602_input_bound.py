@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.slow.slow601_straggler import Straggler
 from ddpdebug.detectors.slow.timing import PaceRule, Timing, Window, duration, job, per_step
-from ddpdebug.schema.announcements import Loader
+from ddpdebug.schema.announcements import AwaitedLoader, Loader
 
 
 class InputBound(PaceRule):
@@ -55,6 +56,10 @@ class InputBound(PaceRule):
     input_windows = Threshold(
         4, "windows in a row that show it, a quarter of each new", source="chosen: the first steps may fill a cache"
     )
+    input_falls = Threshold(
+        0.33, "share by which it has become less over so many windows where it is not over yet: a cache still fills",
+        source="chosen: more than the scheduler does to a median",
+    )  # fmt: skip
 
     fires_on = Examples(
         lambda: job(120, more=lambda step, rank, phase: 0.03 * (phase == "data")),
@@ -64,34 +69,36 @@ class InputBound(PaceRule):
         lambda: job(120),
         lambda: job(120, more=lambda step, rank, phase: 0.06 * (phase == "data" and step % 4 == 0)),
         lambda: job(200, more=lambda step, rank, phase: 0.04 * (phase == "data" and step < 40)),
+        lambda: job(
+            300, more=lambda step, rank, phase: 0.1 * (phase == "data") * math.exp(-step / 60)
+        ),  # a cache fills
         lambda: tuple(step_at(i, step_seconds=0.008, data_seconds=0.004, forward_seconds=0.004) for i in range(600)),
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._windows: dict[int, Window] = {}
-        self._shown: dict[int, list[Timing]] = {}  # optimizer -> the first blocks of windows in a row that show it
+        self._window = Window(int(self.pace_window))
+        self._first: Timing | None = None  # block of windows in a row that show it
+        self._waits: deque[float] = deque(maxlen=int(self.input_windows))  # of the newest of them
 
     def can_show(self, step: Step) -> bool:
-        return not self._shown.get(step.optimizer)
+        return self._first is None
 
     def detect(self, step: Step) -> Findings:
-        timing, optimizer = self.timing(step), step.optimizer
-        block = None if timing is None else self.block(optimizer, timing)
-        if block is None:
-            return
-        window = self._windows.setdefault(optimizer, Window(int(self.pace_window)))
-        if (blocks := window.add(block)) is None:
+        timing = self.iteration(step)
+        block = None if timing is None else self.block(timing)
+        if block is None or (blocks := self._window.add(block)) is None:
             return
         data = per_step(blocks, [block.usual("data") for block in blocks])
         share = data / per_step(blocks, [block.seconds for block in blocks])
-        shown = self._shown.setdefault(optimizer, [])
         if share < self.input_share or data < self.input_seconds:
-            shown.clear()
+            self._first = None
+            self._waits.clear()
             return
-        shown.append(blocks[0])
-        if len(shown) >= self.input_windows:
-            yield self._word(step, shown[0], blocks, data)
+        self._first = self._first or blocks[0]
+        self._waits.append(data)
+        if len(self._waits) == self.input_windows and data > (1 - self.input_falls) * self._waits[0]:
+            yield self._word(step, self._first, blocks, data)
 
     def _word(self, step: Step, first: Timing, blocks: Sequence[Timing], data: float) -> Finding:
         seconds = per_step(blocks, [block.seconds for block in blocks])
@@ -115,18 +122,22 @@ class InputBound(PaceRule):
             told |= {"pinned": loader.pinned, "batch_size": loader.batch_size, "dataset": loader.dataset}
             evidence["loader"] = {key: value for key, value in told.items() if value is not None}
             evidence["helps"] = _help(step, loader)
+            if loader.iterations == 1:
+                evidence["first_epoch"] = "over this data: where it fills a cache, the next ones are faster"
         location = None if loader is None else loader.location
         return self.finding(step, step=first.step, phase="data", location=location, evidence=evidence)
 
 
 def _loader(step: Step) -> Loader | None:
-    """Return the loader that was used first: in most scripts that of the training data."""
-    told = sorted(
-        (int(topic.removeprefix("loader:")), values)
+    """Return the loader that is waited for most; where nobody has told, the one that was used first."""
+    told: list[AwaitedLoader] = [*step.facts.get(AwaitedLoader.topic, {}).values()]
+    used = sorted(
+        (int(topic.removeprefix("loader:")), min(values.items())[1])
         for topic, values in step.facts.items()
         if topic.startswith("loader:")
     )
-    return next((found for _, values in told for _, found in sorted(values.items())), None)
+    number = told[0].loader if told else min((number for number, _ in used), default=None)
+    return dict(used).get(number)
 
 
 def _help(step: Step, loader: Loader) -> list[str]:

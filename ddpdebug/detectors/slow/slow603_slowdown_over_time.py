@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ _MAD = 1.4826  # a normal distribution's standard deviation / median absolute de
 _COMMUNICATION = "communication"
 #: Levels that are remembered; when there are more, every second one goes.
 _KEPT = 64
+#: Windows from which on what all of them have in common is more than chance: layers may be dropped at random.
+_ALIKE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class Level:
     cpu: float
     elements: float
     course: tuple[tuple[int, float], ...] = ()  # step and seconds of its blocks
+    work: Mapping[int, _Facts] = field(default_factory=dict)  # optimizer that steps in most blocks -> what it does
+
+
+#: Micro-batches, in the median; parameters without a gradient, and the digest of which have one, where all steps agree.
+_Facts = tuple[int | None, int | None, int | None]
 
 
 @dataclass(slots=True)
@@ -44,9 +52,10 @@ class SlowdownOverTime(PaceRule):
     """Steps since the named one take persistently longer than the run's earlier steps, for the same number of elements.
 
     The pace is that of the median rank, without waiting for slower ones and without what ddpdebug takes; evaluations
-    and checkpoints in a part of the steps do not move it. `phase` is what covers most of the change: one of a rank's
-    own or `communication`. Where all phases are slower and take no more processor time the whole machine is slower:
-    that is information.
+    and checkpoints in a part of the steps do not move it. Where other parameters have gradients than before (layers
+    were unfrozen), a step has another number of micro-batches, or other optimizers step, a new pace begins. `phase` is
+    what covers most of the change: one of a rank's own or `communication`. Where all phases are slower and take no more
+    processor time the whole machine is slower: that is information.
 
     Impact: the run needs more time than planned; a ratio that grows further often precedes a hang or an out-of-memory
     error.
@@ -127,6 +136,11 @@ class SlowdownOverTime(PaceRule):
             more=lambda step, rank, phase: 0.02 * (phase == "forward" and step >= 260),
             fields=lambda step, rank: {"batch_elements": 1000 + 500 * (step >= 260)},
         ),
+        lambda: job(  # layers are unfrozen
+            480,
+            more=lambda step, rank, phase: 0.02 * (phase == "backward" and step >= 260),
+            fields=lambda step, rank: {"presence_digest": (7 + (step >= 260)) * (step % 16 == 0)},
+        ),
         lambda: job(  # a full check in each step
             480,
             more=lambda step, rank, phase: 0.02 * (phase == "forward" and step >= 260),
@@ -136,11 +150,10 @@ class SlowdownOverTime(PaceRule):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._series: dict[int, _Series] = {}
+        self._series = _Series()
 
     def can_show(self, step: Step) -> bool:
-        series = self._series.get(step.optimizer)
-        return series is None or series.base is None
+        return self._series.base is None
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ("machine" in finding.evidence,)
@@ -149,11 +162,11 @@ class SlowdownOverTime(PaceRule):
         return cause.code != "SLOW602" or finding.phase == "data"
 
     def detect(self, step: Step) -> Findings:
-        timing = self.timing(step)
-        block = None if timing is None else self.block(step.optimizer, timing)
+        timing = self.iteration(step)
+        block = None if timing is None else self.block(timing)
         if block is None:
             return
-        series = self._series.setdefault(step.optimizer, _Series())
+        series = self._series
         series.blocks.append(block)
         if len(series.blocks) >= self.slowdown_window:
             level = level_of(series.blocks)
@@ -161,6 +174,8 @@ class SlowdownOverTime(PaceRule):
             yield from self._judge(step, series, level)
 
     def _judge(self, step: Step, series: _Series, level: Level) -> Findings:
+        if _is_other_work([*series.before, *series.newest], level):
+            series = self._series = _Series()
         series.newest.append(level)
         if series.base is not None:
             yield from self._go_on(step, series, series.base, level)
@@ -243,7 +258,42 @@ def level_of(blocks: Sequence[Timing]) -> Level:
         phases=phases,
         cpu=per_step(blocks, [block.usual("cpu") for block in blocks]),
         elements=per_step(blocks, [block.usual("elements") for block in blocks]),
+        work=_work(blocks),
     )
+
+
+def _work(blocks: Sequence[Timing]) -> dict[int, _Facts]:
+    often: dict[int, int] = {}
+    for block in blocks:
+        for optimizer in {work.optimizer for work in block.work}:
+            often[optimizer] = often.get(optimizer, 0) + 1
+    found: dict[int, _Facts] = {}
+    for optimizer in sorted(optimizer for optimizer, number in often.items() if 2 * number > len(blocks)):
+        own = [work for block in blocks for work in block.work if work.optimizer == optimizer]
+        without, presence = {work.without_grad for work in own}, {work.presence for work in own} - {0}
+        found[optimizer] = (
+            statistics.median_low([work.micro_batches for work in own]),
+            without.pop() if len(without) == 1 else None,
+            presence.pop() if len(presence) == 1 else None,
+        )
+    return found
+
+
+def _is_other_work(before: Sequence[Level], level: Level) -> bool:
+    """Whether a window's steps do something else than those before, which have all done the same."""
+    kinds = [tuple(one.work) for one in before]
+    if _differs(kinds, tuple(level.work)):
+        return True
+    return any(
+        _differs([one.work[optimizer][i] for one in before if optimizer in one.work], value)
+        for optimizer, facts in level.work.items()
+        for i, value in enumerate(facts)
+    )
+
+
+def _differs(before: Iterable[Hashable | None], now: Hashable | None) -> bool:
+    known = [value for value in before if value is not None]
+    return now is not None and len(known) >= _ALIKE and {*known} == {known[0]} and now != known[0]
 
 
 def _pace(block: Timing) -> float:

@@ -7,11 +7,12 @@ import statistics
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.kinds import Detector, Fields, Step, Threshold
+from ddpdebug.detectors.kinds import Detector, Fields, Finding, Step, Threshold
 from ddpdebug.schema.pace import PHASES, median_without
 from ddpdebug.schema.row import Flag
 
@@ -19,6 +20,17 @@ from ddpdebug.schema.row import Flag
 _APART = Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.GUARD_SKIPPED | Flag.LAST_STATE
 #: A median over more ranks than these costs time and says no more.
 _RANKS = 64
+#: An optimizer that has not stepped in so many rows for each optimizer is not waited for.
+_RARE = 16
+
+
+class Work(NamedTuple):
+    """What a step of an optimizer does, as the ranks have it in common."""
+
+    optimizer: int
+    micro_batches: int
+    without_grad: int
+    presence: int  # digest of which parameters have a gradient; 0 where that is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +39,10 @@ class Timing:
 
     Args:
         step: the first.
-        count: of steps.
+        count: of iterations of the training loop.
         seconds: from the end of the step before to the end of the last one, of the median rank.
         times: the phases of `Row.own_phases`, and `own`, `wait`, `cpu`, `gc`, `overhead` and `elements`.
+        work: of each optimizer step.
     """
 
     step: int
@@ -37,6 +50,7 @@ class Timing:
     ranks: tuple[int, ...]
     seconds: float
     times: dict[str, array[float]]
+    work: tuple[Work, ...]
 
     @cached_property
     def _sorted(self) -> dict[str, array[float]]:
@@ -119,7 +133,13 @@ def _timing(step: Step) -> Timing | None:
     if step.chosen:
         ranks, kept = _spread(step, kept)
     times = {name: array("d", values) for name, values in kept.items()}
-    return Timing(step=step.step, count=1, ranks=ranks, seconds=seconds, times=times)
+    work = Work(
+        step.optimizer,
+        statistics.median_low(columns["micro_batches"]),
+        statistics.median_low(columns["without_grad"]),
+        columns["presence_digest"][0] if step.agrees("presence_digest") else 0,
+    )
+    return Timing(step=step.step, count=1, ranks=ranks, seconds=seconds, times=times, work=(work,))
 
 
 def _spread(step: Step, kept: Mapping[str, Sequence[float]]) -> tuple[tuple[int, ...], dict[str, Sequence[float]]]:
@@ -149,8 +169,14 @@ def added(timings: Sequence[Timing]) -> Timing:
         name: array("d", map(math.fsum, zip(*(one.times[name] for one in timings), strict=True)))
         for name in first.times
     }
-    seconds = math.fsum(one.seconds for one in timings)
-    return Timing(step=first.step, count=len(timings), ranks=first.ranks, seconds=seconds, times=times)
+    return Timing(
+        step=first.step,
+        count=sum(one.count for one in timings),
+        ranks=first.ranks,
+        seconds=math.fsum(one.seconds for one in timings),
+        times=times,
+        work=tuple(work for one in timings for work in one.work),
+    )
 
 
 def middle(values: Iterable[float]) -> float:
@@ -160,12 +186,16 @@ def middle(values: Iterable[float]) -> float:
 
 
 class PaceRule(Detector):
-    """A rule that reads the ranks' times in windows of blocks of steps."""
+    """A rule that reads the ranks' times in windows of blocks of iterations of the training loop.
+
+    An iteration has a step of each optimizer in use: the pace of a generator alone, or of its discriminator, is not
+    that of their training.
+    """
 
     keeps_newest = True
     pace_warm_up = Threshold(
         8,
-        "first steps, which are not looked at",
+        "first iterations of the training loop, which are not looked at",
         source="chosen: allocations, lazy imports and the first buckets of DDP are over by then",
     )
     pace_block = Threshold(
@@ -176,32 +206,47 @@ class PaceRule(Detector):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._seen: dict[int, int] = {}
-        self._ranks: dict[int, tuple[int, ...]] = {}
-        self._part: dict[int, list[Timing]] = {}
+        self._ranks: tuple[int, ...] | None = None
+        self._rows = self._iterations = self._number = 0
+        self._newest: dict[int, tuple[int, float]] = {}  # optimizer -> its newest row, how many after the one before
+        self._steps: list[Timing] = []  # of the iteration in progress
+        self._part: list[Timing] = []  # of the block
 
-    def block(self, optimizer: int, timing: Timing) -> Timing | None:
-        """Add a step; return the block that it completes."""
-        part = self._part.setdefault(optimizer, [])
-        part.append(timing)
-        if math.fsum(one.seconds for one in part) < self.pace_block:
+    def iteration(self, step: Step) -> Timing | None:
+        """Add a step; return the times of the iteration that it completes, of one that counts."""
+        timing = timing_of(step)
+        if timing is None or timing.ranks != (self._ranks or timing.ranks):
+            self._steps = []
             return None
-        self._part[optimizer] = []
+        self._ranks = timing.ranks
+        self._rows += 1
+        self._newest[step.optimizer] = self._rows, self._rows - self._newest.get(step.optimizer, (-math.inf, 0))[0]
+        self._steps.append(timing)
+        patience = _RARE * len(self._newest)
+        rows = self._newest.items()
+        awaited = {optimizer for optimizer, (row, gap) in rows if max(self._rows - row, gap) < patience}
+        if not awaited <= {one.work[0].optimizer for one in self._steps}:
+            return None
+        steps, self._steps = self._steps, []
+        self._iterations += 1
+        self._number = max(one.step for one in steps)  # of those that step rarely the numbers are smaller
+        return replace(added(steps), step=self._number, count=1) if self._iterations > self.pace_warm_up else None
+
+    def block(self, timing: Timing) -> Timing | None:
+        """Add an iteration; return the block that it completes."""
+        self._part.append(timing)
+        if math.fsum(one.seconds for one in self._part) < self.pace_block:
+            return None
+        part, self._part = self._part, []
         return added(part)
 
-    def timing(self, step: Step) -> Timing | None:
-        """The times of a step that counts."""
-        timing = timing_of(step)
-        if timing is None:
-            return None
-        seen = self._seen[step.optimizer] = self._seen.get(step.optimizer, 0) + 1
-        if self._ranks.setdefault(step.optimizer, timing.ranks) != timing.ranks:
-            return None
-        return timing if seen > self.pace_warm_up else None
+    def finding(self, at: Step | None = None, /, **fields: Any) -> Finding:
+        """Return a finding, the last step of which is that of the newest iteration."""
+        return super().finding(at, **{"last_step": self._number, **fields})
 
 
 class Window:
-    """The newest blocks of an optimizer; to be looked at again each time that a quarter of them is new.
+    """The newest blocks; to be looked at again each time that a quarter of them is new.
 
     Half of them are enough for a beginning.
     """
