@@ -18,6 +18,7 @@ from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.diagnosis.local_steps import LocalSteps, mark, unmarked
+from ddpdebug.diagnosis.places import Places
 from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
@@ -123,6 +124,7 @@ class Diagnosis:
         self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
         self._facts: dict[str, dict[int, Announcement]] = {}
         self._held: list[_Held] = []
+        self._places = Places()
         self.local_steps = LocalSteps(config or {})
         self._undecided: dict[int, list[_Queued]] = {}  # optimizer -> steps in which it parted, judged as local so far
 
@@ -177,6 +179,7 @@ class Diagnosis:
             topic: as it was sent, with its number.
             value: None is one that could not be read: the rank has spoken, and nobody knows what.
         """
+        self._places.hear(rank, value)
         scope = scope_of(topic)
         if scope is Scope.SHARED:
             own = (held for held in self._held if held.topic == topic and rank not in held.values)
@@ -218,11 +221,11 @@ class Diagnosis:
                 break
             self._judge_as_meant(head)
             self._queue.popleft()
-        return self._incidents.news()
+        return self.news()
 
     def news(self) -> list[tuple[Finding, bool]]:
         """Return what is new of what was told, and judge nothing: only this rank has heard it."""
-        return self._incidents.news()
+        return self._places.named(self._incidents.news())
 
     def finish(self) -> list[tuple[Finding, bool]]:
         """Judge everything left with the details that are there, and what only the end shows."""
@@ -233,7 +236,7 @@ class Diagnosis:
             self._judge_parted(optimizer)
         for rule in list(self._rules):
             self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)
-        return self._incidents.news(last=True)
+        return self._places.named(self._incidents.news(last=True))
 
     # --- rules --------------------------------------------------------------------------------------------------------
 

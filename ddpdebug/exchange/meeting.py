@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from ddpdebug.exchange.addresses import elsewhere
 from ddpdebug.sinks.text import ranks_text
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
@@ -34,6 +35,9 @@ _AT_ONCE = 256  # keys of other ranks that rank 0 reads, or sets, in one operati
 _AGAIN_SECONDS = 30.0
 #: After so long it is looked whether a rank that is missing left the key by which version 0.1.0 tells that it is there.
 _OLD_SECONDS = 3.0
+
+#: In what a rank is: from where it reaches the store; in what rank 0 decides: an address that other hosts reach.
+ADDRESS, ELSEWHERE = "~address", "~elsewhere"
 
 
 class Waiting:
@@ -245,6 +249,8 @@ class RollCall:
             self._refuse(reason)
         token = secrets.token_hex(8)
         self.settings = {name: value for name, value in self._identity.items() if name.startswith("~")}
+        if other := elsewhere(str(identity.get(ADDRESS, "")) for identity in self.identities.values()):
+            self.settings[ELSEWHERE] = other
         self._tell({"token": token, "settings": self.settings})
         return token
 

@@ -37,6 +37,8 @@ BATCH_ROWS = 4
 LEAVE_SECONDS = 2.0
 #: How long it waits in one gather: the others tick at least every `IDLE_SECONDS`, and at once when somebody leaves.
 _SILENCE_SECONDS = 2.0 * IDLE_SECONDS
+#: How long its thread may take to come back from a gather that was dropped: it looks every half second.
+_DROP_SECONDS = 1.0
 #: How long the store is asked why another rank has gone.
 _WORD_SECONDS = 2.0
 _CHUNK = 1 << 18
@@ -264,7 +266,7 @@ class Exchange:
             self._thread.join(0.1)
         if self._thread.is_alive():
             self._drop_group()
-            self._thread.join(0.3)
+            self._thread.join(_DROP_SECONDS)
         return not self._thread.is_alive() or self._lose(self.unmet(), unmet=True)
 
     def _unanswered(self) -> bool:

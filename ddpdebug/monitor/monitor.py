@@ -27,8 +27,9 @@ from ddpdebug.diagnosis.engine import Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun, text_of
+from ddpdebug.exchange.addresses import address_towards, listening_address
 from ddpdebug.exchange.beats import Beats
-from ddpdebug.exchange.meeting import RollCall, Waiting
+from ddpdebug.exchange.meeting import ADDRESS, ELSEWHERE, RollCall, Waiting
 from ddpdebug.exchange.partial import set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.step_vote import NumericGuard
@@ -50,7 +51,7 @@ from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leav
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import gpu_uuid, open_sinks, stand_in, start_keeper
+from ddpdebug.monitor.sinks import open_sinks, own_device, stand_in, start_keeper
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
@@ -66,7 +67,6 @@ from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, last_state, re
 from ddpdebug.run_directory.writer import OwnFindings
 from ddpdebug.schema.announcements import (
     Announcement,
-    Device,
     End,
     Failure,
     Hang,
@@ -549,16 +549,27 @@ class Monitor:
                 with nullcontext() if watch is None else watch.connecting():
                     if self._many is not None:
                         return self._tree(*place, members)
-                    return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, self._on_silence)
+                    listening = self._on_silence, self._address()
+                    return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, *listening)
             except Exception:
                 if generation > 0 or not self._group_replaced(group):
                     raise
 
+    def _address(self) -> str:
+        """Return where this rank listens for those on other hosts."""
+        other = "" if self._roll is None else str(self._roll.settings.get(ELSEWHERE, ""))
+        return listening_address(self._way_to_store(), other)
+
+    def _way_to_store(self) -> str:
+        return address_towards(internals.store_host(self._store))
+
     def _tree(self, store: Any, prefix: str, members: tuple[int, ...]) -> Tree:
+        address = self._address()
+
         def connect(circle: Circle) -> internals.GlooGroup:
             name = f"{prefix}/{circle.level}/{circle.members[0]}"
             place = circle.members.index(self.rank), len(circle.members)
-            return internals.GlooGroup(store, name, *place, _GROUP_TIMEOUT, self._on_silence)
+            return internals.GlooGroup(store, name, *place, _GROUP_TIMEOUT, self._on_silence, address)
 
         given = "" if self._roll is None else str(self._roll.settings.get("~neighbours"))
         neighbours = int(given) if given.isdecimal() else 0
@@ -602,6 +613,7 @@ class Monitor:
             **{f"settings of {name}": dict(v) if isinstance(v, Mapping) else v for name, v in settings.items()},
             "~budget": self.config.budget,
             "~every_step": self.config.every_step,
+            ADDRESS: self._way_to_store(),
             "~neighbours": os.environ.get("LOCAL_WORLD_SIZE", ""),
             "~run": {"directory": str(self.directory or ""), "run_id": self.run_id},
         }
@@ -660,8 +672,8 @@ class Monitor:
         if self._exchange is None:
             self._begin()
         assert self._exchange is not None
-        if not self._steps and (gpu := self.guard.run("probe:place", gpu_uuid)):
-            self._announce(Device(gpu_uuid=gpu))
+        if not self._steps and (device := self.guard.run("probe:place", own_device)):
+            self._announce(device)
         self._records.add(record)
         self._steps[record.optimizer] = record.step + 1
         self._exchange.progress = max(self._exchange.progress, record.step + 1)

@@ -23,6 +23,7 @@ from ddpdebug.processes.linger import Keeper, ask_to_leave
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
+from ddpdebug.schema.announcements import Device
 from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.prometheus.discovery import Discovery
@@ -174,9 +175,9 @@ def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
     return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
 
 
-def gpu_uuid() -> str:
-    """Return the current GPU's name as the driver and its exporters write it, empty without one; never starts CUDA."""
+def own_device() -> Device | None:
+    """Return the current GPU, with its name as the driver and its exporters write it; never starts CUDA."""
     if not torch.cuda.is_initialized():
-        return ""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"GPU-{properties.uuid}"
+        return None
+    number = torch.cuda.current_device()
+    return Device(gpu_uuid=f"GPU-{torch.cuda.get_device_properties(number).uuid}", device=f"cuda:{number}")

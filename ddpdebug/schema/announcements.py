@@ -387,6 +387,7 @@ class Device(Announcement):
     topic: ClassVar[str] = "place"
 
     gpu_uuid: str
+    device: str = ""  # as torch names it: "cuda:1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

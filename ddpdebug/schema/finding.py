@@ -49,6 +49,7 @@ class Finding:
         phase: where in the step; for RANK101 `init`, `load`, `optimizer` or `outside-optimizer`.
         location: the user's `file:line`.
         evidence: what was measured and against what; JSON values only.
+        places: host and device of the ranks, by rank, where the job has several hosts.
         id: names the finding within its run, the same on every rank; stays when ranks and subjects are added.
     """
 
@@ -68,6 +69,7 @@ class Finding:
     time: str | None = None
     run: str | None = None
     id: str | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def seen_again(self, step: int | None) -> Finding:
         """Return this finding with one more occurrence at `step`."""
@@ -78,6 +80,8 @@ class Finding:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
         record = {name: getattr(self, name) for name in self.__dataclass_fields__}
         record["severity"] = self.severity.label
+        if not self.places:  # as in each job on one host
+            del record["places"]
         return strict_json(record)
 
     @classmethod
@@ -105,6 +109,8 @@ def _is_well_formed(record: Mapping[str, Any]) -> bool:
         and all(isinstance(record.get(name, []), list) for name in _LISTS)
         and all(type(item) is (int if name == "ranks" else str) for name in _LISTS for item in record.get(name, ()))
         and isinstance(record.get("evidence", {}), dict)
+        and isinstance(places := record.get("places", {}), dict)
+        and all(isinstance(place, str) for place in places.values())
     )
 
 

@@ -21,6 +21,7 @@ _MAX_EVIDENCE = 6
 _MAX_GROUPS = 4
 _MAX_ITEMS = 6
 _MAX_CAUSES = 2
+_MAX_HOSTS = 3
 
 _MAX_TENSORS = 4
 #: Evidence that is the text of an error: on a line of its own, as people search for it.
@@ -88,10 +89,21 @@ def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
     return f"rank{'' if len(known) == 1 else 's'} {spans}"
 
 
-def culprits_text(finding: Finding, world: int | None = None) -> str:
-    """Return the ranks to blame as `ranks_text` does, and that nobody can tell where that is so."""
+def culprits_text(finding: Finding, world: int | None = None, *, places: bool = True) -> str:
+    """Return the ranks to blame as `ranks_text` does, where they run, and that nobody can tell where that is so."""
     words = ranks_text(finding.ranks, world)
+    if places and (where_they_run := _places_text(finding)):
+        words += f" ({where_they_run})"
     return f"{words} (nobody can tell which)" if UNDECIDED in finding.evidence else words
+
+
+def _places_text(finding: Finding) -> str:
+    """Return host and device of one rank, the hosts of several; empty where it is not told, or there are too many."""
+    known = [clean(finding.places.get(str(rank), ""), _MAX_NAME) for rank in finding.ranks]
+    if len(known) == 1 or not all(known):
+        return known[0] if len(known) == 1 else ""
+    hosts = dict.fromkeys(place.partition(",")[0] for place in known)
+    return ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else ""
 
 
 def where(finding: Finding, world: int | None = None) -> str:

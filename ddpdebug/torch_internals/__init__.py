@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -164,22 +164,46 @@ def default_group_id() -> object | None:
     return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
-def _gloo_options(timeout: datetime.timedelta) -> tuple[Any, ...]:
-    """Return options for a group that shares the device of the job's gloo group; none where there is no such device.
+def store_host(store: Any) -> str:
+    """Return the name by which this rank reaches the job's store; empty where that is no TCPStore."""
+    with suppress(Exception):  # a store of the user's may do anything
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return str(store.host) if isinstance(store, TCPStore) else ""
+    return ""
+
+
+def gloo_devices(address: str) -> list[Any]:
+    """Return the devices of the job's gloo group; or one that listens at an address; none where gloo is to choose.
 
     A device is a listening port and a thread that wakes up a hundred times a second. Nothing of the job's group is
     changed by another group that has connections of its own there.
     """
     try:
         backend: Any = getattr(names.default_group(), names.GET_BACKEND)(torch.device("cpu"))
-        devices = getattr(backend.options, names.GLOO_DEVICES)
+        if devices := list(getattr(backend.options, names.GLOO_DEVICES)):
+            return devices
+    except Exception:  # noqa: BLE001, S110 - no group yet, NCCL alone, a wrapper, another version of torch
+        pass
+    if not address or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return []
+    with suppress(Exception):  # not an address of this host after all, or another version of torch
+        return [names.ProcessGroupGloo.create_device(hostname=address)]
+    return []
+
+
+def _gloo_options(devices: Sequence[Any], timeout: datetime.timedelta) -> tuple[Any, ...]:
+    """Return options for a group on these devices, none where there are none."""
+    if not devices:
+        return ()
+    try:
         options: Any = getattr(names.ProcessGroupGloo, names.GLOO_OPTIONS)()
-        given = {names.GLOO_DEVICES: devices, names.GLOO_THREADS: 1, names.GLOO_TIMEOUT: timeout}
+        given = {names.GLOO_DEVICES: list(devices), names.GLOO_THREADS: 1, names.GLOO_TIMEOUT: timeout}
         for name, value in given.items():
             setattr(options, name, value)
-    except Exception:  # noqa: BLE001 - no group yet, NCCL alone, a wrapper, another version of torch
+    except Exception:  # noqa: BLE001 - another version of torch
         return ()
-    return (options,) if devices else ()
+    return (options,)
 
 
 def _size(told: bytes) -> int:
@@ -211,6 +235,7 @@ class GlooGroup:
     Args:
         prefix: of its keys in the store, never used before.
         unanswered: called now and then with the seconds for which a gather has been waited for.
+        address: to listen at, where the job has no gloo group; by default wherever gloo does by itself.
         timeout: of one gather. Connecting may take `CONNECT_SECONDS`: everybody is known to be there.
     """
 
@@ -225,14 +250,15 @@ class GlooGroup:
         world: int,
         timeout: datetime.timedelta,
         unanswered: Callable[[float], None] = lambda seconds: None,
+        address: str = "",
     ) -> None:
         self._rank, self._world, self._timeout = rank, world, timeout
-        self._unanswered = unanswered
+        self._unanswered, self._waits = unanswered, False
         words = Words(store, prefix)
         self.leave_word, self.word = words.leave_word, words.word
         connecting = datetime.timedelta(seconds=self.CONNECT_SECONDS)
         self._group: Any = names.ProcessGroupGloo(
-            PrefixStore(prefix, store), rank, world, *_gloo_options(connecting) or (connecting,)
+            PrefixStore(prefix, store), rank, world, *_gloo_options(gloo_devices(address), connecting) or (connecting,)
         )
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -247,19 +273,21 @@ class GlooGroup:
 
     def _wait(self, work: Any) -> None:
         """Wait in slices: a wait that is too short says so without ending what it waits for."""
-        started = time.monotonic()
-        while True:
+        started, self._waits = time.monotonic(), True
+        while self._waits:
             try:
                 work.wait(self.SLICE)
+                self._waits = False
             except RuntimeError:
                 if work.is_completed():
+                    self._waits = False
                     work.wait()  # it has ended in this moment, well or with an error of its own
-                    return
-                if time.monotonic() - started > self._timeout.total_seconds():
+                # who is silent may be so for long after `close`; and a thread that comes back from `wait` while the
+                # interpreter ends takes the process with it
+                elif self._group is None or time.monotonic() - started > self._timeout.total_seconds():
                     raise
-                self._unanswered(time.monotonic() - started)
-            else:
-                return
+                else:
+                    self._unanswered(time.monotonic() - started)
 
     def collect(self, data: bytes) -> list[bytes] | None:
         """Gather byte strings of any length on the first rank; None on the others."""
@@ -293,10 +321,13 @@ class GlooGroup:
         return self._group
 
     def close(self) -> None:
-        """Make a pending `gather` fail and drop the group."""
+        """Make a pending `gather` fail, soon after `SLICE`, and drop the group."""
         group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
+        if group is not None:
+            if self._waits:  # its destructor would wait as well, in whoever lets go of it last: nobody does
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            if hasattr(group, "abort"):
+                group.abort()
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------

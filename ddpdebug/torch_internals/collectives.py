@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpdebug.torch_internals import names
+from ddpdebug.torch_internals.collective_calls import sequence_number
 
 #: Entries that are read.
 _KEPT = 32
@@ -121,9 +122,8 @@ class Collectives:
             return None
         found: dict[str, tuple[int, int]] = {}
         for group, ranks in dict(getattr(names.group_world, "pg_group_ranks", None) or {}).items():
-            count = getattr(group, names.SEQUENCE_NUMBER, None)
-            if count is not None and dist.get_rank() in ranks:
-                entered = int(count())
+            entered = sequence_number(group) if dist.get_rank() in ranks else None
+            if entered is not None:
                 found[str(group.group_name)] = (entered, entered)
         return found or None
 

@@ -55,6 +55,7 @@ _UNFILLED = {name for name in Row._fields if name.startswith("class_")}
 #: Keys that need a GPU, and those of mistakes that the jobs do not make: scripts of the corpus do.
 _UNUSUAL = {
     ("place", "gpu_uuid"),
+    ("place", "device"),
     ("alone:loss", "operation"),  # hlth714_cross_entropy_over_one_output.py
     *(("numerics", f"{found}.candidates") for found in ("loss", "loss_backward")),
 }

@@ -140,3 +140,28 @@ def test_the_text_of_an_error_has_a_line_of_its_own() -> None:
     """People search for it: it is not cut in its middle where it is short enough for a few lines."""
     text = "RuntimeError: " + "x" * 300
     assert evidence_lines({"module": "fc", "error": text}) == ["module fc", f"error: {text}"]
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ({}, "step 3 · ranks 4-5"),
+        ({"4": "node-b, cuda:0"}, "step 3 · ranks 4-5"),
+        ({"4": "node-b, cuda:0", "5": "node-b, cuda:1"}, "step 3 · ranks 4-5 (node-b)"),
+        ({"4": "node-b", "5": "node-c\x1b"}, r"step 3 · ranks 4-5 (node-b, node-c\x1b)"),
+    ],
+)
+def test_ranks_on_several_hosts_are_named_with_their_hosts(places: dict[str, str], text: str) -> None:
+    """Where all of them are known."""
+    finding = Finding(
+        code="RANK104", severity=Severity.ERROR, title="settings differ", step=3, ranks=(4, 5), places=places
+    )
+    assert where(finding) == text
+
+
+def test_one_rank_is_named_with_its_device_and_very_many_hosts_are_not() -> None:
+    """The ranks alone say as much."""
+    finding = Finding(code="X1", severity=Severity.ERROR, title="t", ranks=(5,), places={"5": "node-b, cuda:1"})
+    assert where(finding) == "rank 5 (node-b, cuda:1)"
+    many = {str(rank): f"node-{rank}" for rank in range(4)}
+    assert where(Finding(code="X1", severity=Severity.ERROR, title="t", ranks=(0, 1, 2, 3), places=many)) == "ranks 0-3"

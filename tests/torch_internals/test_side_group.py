@@ -87,3 +87,38 @@ def test_a_gather_that_ends_as_its_wait_gives_up_has_ended_well() -> None:
     assert work.waits == 2
     with pytest.raises(RuntimeError, match="closed by peer"):
         GlooGroup._wait(group, _Work("Connection closed by peer"))  # type: ignore[arg-type]
+
+
+_CLOSED = """
+import datetime, sys, threading, time
+import torch.distributed as dist
+from ddpdebug.torch_internals import GlooGroup
+
+store, groups = dist.HashStore(), {}
+
+def connect(rank):
+    groups[rank] = GlooGroup(store, "pair", rank, 2, datetime.timedelta(minutes=30), lambda seconds: asked.set())
+
+def wait():
+    try:
+        getattr(groups[1], sys.argv[1])(b"x")
+    except RuntimeError:
+        print("fails")
+
+asked = threading.Event()
+pair = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+[thread.start() for thread in pair], [thread.join() for thread in pair]
+waiting = threading.Thread(target=wait, daemon=True)
+waiting.start()
+asked.wait()
+groups[1].close()
+waiting.join(60)
+print(waiting.is_alive())
+"""
+
+
+@pytest.mark.parametrize("call", ["gather", "collect", "spread"])
+def test_what_waits_for_a_silent_rank_ends_when_the_group_is_closed(call: str) -> None:
+    """Else the thread comes back while the interpreter ends, and that aborts the process."""
+    done = subprocess.run([sys.executable, "-c", _CLOSED, call], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["fails", "False"]), done.stderr

@@ -526,7 +526,7 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
     times: list[tuple[Sequence[str], float]] = []
     for finding, seconds in incidents:
         subject = clean(finding.subject[0] if finding.subject else finding.phase or "", 120)
-        culprits = culprits_text(finding).partition(" ")[2] if finding.ranks else ""
+        culprits = culprits_text(finding, places=False).partition(" ")[2] if finding.ranks else ""
         where = clean(finding.location or "", 160)
         labels = (own, clean(finding.id, 80), finding.code, finding.severity.label, subject, culprits, where)
         steps.append((labels, float("nan") if finding.step is None else finding.step))

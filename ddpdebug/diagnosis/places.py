@@ -1,0 +1,37 @@
+"""Where the ranks of a finding run: host and device, for people, where a job has several hosts. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ddpdebug.schema.announcements import Announcement, Device, Place
+from ddpdebug.schema.finding import Finding
+
+#: So many ranks of a finding are told of; more are not looked up one by one.
+_MOST = 16
+
+
+class Places:
+    """What the ranks have announced of themselves."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, str] = {}
+        self._devices: dict[int, str] = {}
+
+    def hear(self, rank: int, value: Announcement | None) -> None:
+        """Take an announcement, if it is about that."""
+        if isinstance(value, Place):
+            self._nodes[rank] = value.node
+        elif isinstance(value, Device) and value.device:
+            self._devices[rank] = value.device
+
+    def named(self, found: Iterable[tuple[Finding, bool]]) -> list[tuple[Finding, bool]]:
+        """Return findings with the places of their ranks."""
+        if len(set(self._nodes.values())) < 2:
+            return list(found)
+        return [(replace(finding, places=self._of(finding.ranks)), new) for finding, new in found]
+
+    def _of(self, ranks: Iterable[int]) -> dict[str, str]:
+        known = [rank for rank in ranks if rank in self._nodes][:_MOST]
+        return {str(rank): ", ".join(filter(None, (self._nodes[rank], self._devices.get(rank)))) for rank in known}

@@ -1,0 +1,50 @@
+"""Where a rank listens for the others on other hosts: at the address from which it reaches the job's store. Torch-free.
+
+By default gloo asks for the address of the host's own name. That name may not resolve, or as 127.0.1.1, and then nobody
+else comes through, while a job whose own backend is not gloo is well.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+
+#: Nothing is sent there.
+_PORT = 9
+
+
+def address_towards(host: str) -> str:
+    """Return the own address from which a host is reached, empty where it cannot be told."""
+    if not host:
+        return ""
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as asking:
+                asking.connect(place)  # of a datagram socket: looks for the way and sends nothing
+                return str(asking.getsockname()[0])
+    return ""
+
+
+def elsewhere(addresses: Iterable[str]) -> str:
+    """Return an address of the ranks' that other hosts reach; empty where all ranks seem to be on one host."""
+    known = set(addresses)
+    return min((one for one in known if not _is_local(one)), default="") if len(known) > 1 else ""
+
+
+def listening_address(own: str, other: str) -> str:
+    """Return where a rank listens; empty: wherever gloo does by itself.
+
+    Args:
+        own: from which it reaches the store, whose host may know itself by a name that only it understands.
+        other: `elsewhere`.
+    """
+    return address_towards(other) if other and _is_local(own) else own if other else ""
+
+
+def _is_local(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return True
