@@ -139,6 +139,9 @@ rank's last gradient, `optimizer`, and `other`, which is what lies between) and 
 data with them (`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has the phases as the script sees them, with
 all of backward: they differ in backward only.
 
+The first step of each optimizer, which has the start of the script and the compilation in it, counts in none of these
+times.
+
 - own time of a step, by rank: `sum by (run_id, run, rank) (rate(ddpdebug_own_seconds_total[5m])) / max by (run_id, run,
   rank) (rate(ddpdebug_step_seconds_count[5m]))`
 - what a rank costs, as a share of the time of its steps: `rate(ddpdebug_straggler_cost_seconds_total[5m]) /

@@ -80,13 +80,13 @@ class Snapshot:
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """Return the slowest rank, and how much longer than the median rank it works, as a share of the step."""
+        """Return the slowest rank, and how much longer it works than the median of the others, as a share of a step."""
         own = {view.rank: view.own_seconds for view in self.ranks if view.own_seconds > 0}
         if len(own) < 2:
             return None
         slowest = max(own, key=lambda rank: own[rank])
         steps = [view.mean_seconds for view in self.ranks if view.mean_seconds > 0]
-        return (slowest, (own[slowest] - median(own.values())) / median(steps)) if steps else None
+        return (slowest, pace.behind(own)[slowest] / median(steps)) if steps else None
 
     @property
     def lasts(self) -> list[RankView]:
@@ -127,7 +127,7 @@ def from_directory(directory: Path) -> Snapshot:
         for rank, row in found.items():
             _take(views.setdefault(rank, RankView(rank=rank)), row)
     for rank, view in views.items():
-        timed = [row for row in rows if row.rank == rank and math.isfinite(row.step_seconds)]
+        timed = [row for row in rows if row.rank == rank and math.isfinite(row.own_seconds) and not row.has(Flag.FIRST)]
         if timed:
             view.own_seconds = fmean(row.own_seconds for row in timed)
             view.mean_seconds = fmean(row.step_seconds for row in timed)

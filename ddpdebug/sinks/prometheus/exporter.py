@@ -30,7 +30,7 @@ from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import Flag, Row
+from ddpdebug.schema.row import Row
 from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.sinks import (
     Covered,
@@ -236,9 +236,7 @@ class PrometheusSink(Collector):
         now = self._clock()
         step = record.step
         self._pace.learn(step)
-        costs = (
-            {} if step.any(Flag.FIRST) else pace.costs(pace.own_times(step))
-        )  # that has the start of the script in it
+        costs = pace.costs(pace.own_times(step))
         if self._everyone:
             used = {node: self._used(step.rows, ranks) for node, ranks in self._peers.items()}
             for rank, row in step.rows.items():

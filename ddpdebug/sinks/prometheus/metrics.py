@@ -126,7 +126,7 @@ _OFTEN = list(GAUGES).index("ddpdebug_param_norm")
 _OF_WEIGHTS = (_OFTEN, _OFTEN + 1)
 _LOST = int(Flag.PARAMS_NONFINITE)
 _ANY_NONFINITE = sum(NONFINITE.values())
-_SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
+_FIRST, _SKIPPED, _CHECKED = int(Flag.FIRST), int(Flag.SKIPPED), int(Flag.CHECKED)
 _GUARDED = int(Flag.GUARD_SKIPPED)
 _UNSYNCED = int(Flag.UNSYNCED_BACKWARD | Flag.BYPASS)
 #: Nothing that a layer shows is worth a line any more.
@@ -253,6 +253,8 @@ class RankState:
             # NaN: keep the last known value, where it is not the value
             if value == value or (certain and i < _OFTEN) or (lost and i in _OF_WEIGHTS):  # noqa: PLR0124
                 self.values[i] = value
+        if flags & _FIRST:  # it has the start of the script in it
+            return
         for i, seconds in enumerate(_PHASE_VALUES(row)):
             if seconds >= 0:  # not when unknown, which is NaN
                 self.phase_seconds[i] += seconds
@@ -613,11 +615,11 @@ def _event_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
 
 
 def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
-    text = "Time from step to step; the buckets are chosen about the run's usual step."
+    text = "Time from step to step, without the first one; the buckets are chosen about the run's usual step."
     steps = HistogramMetricFamily("ddpdebug_step_seconds", text, labels=("rank",))
     text = (
-        "Time of the phases of a step; data is the wait for the loader, other what is in no other phase and no"
-        " collective. Backward has the wait for other ranks in it: ddpdebug_own_seconds_total is without."
+        "Time of the phases of a step but the first; data is the wait for the loader, other what is in no other phase"
+        " and no collective. Backward has the wait for other ranks in it: ddpdebug_own_seconds_total is without."
     )
     phases = SummaryMetricFamily("ddpdebug_phase_seconds", text, labels=("rank", "phase"))
     for rank, state in ranks:
@@ -635,15 +637,15 @@ def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     yield steps
     yield phases
     text = (
-        "Time of the steps that was the rank's own, by phase; backward until its last gradient. With"
+        "Time of the steps but the first that was the rank's own, by phase; backward until its last gradient. With"
         " ddpdebug_wait_seconds_total this is ddpdebug_step_seconds_sum."
     )
     shown = [(rank, state) for rank, state in ranks if of.shows(rank)]  # of all ranks there are means
     own = (((rank, phase), s.own_seconds[i]) for rank, s in shown for i, phase in enumerate(PHASES))
     yield _counter("ddpdebug_own_seconds", text, own, "phase")
     text = (
-        "Time of the steps in which the rank waited for others or exchanged data with them: in DDP's reduction after"
-        " its own last gradient (all of backward where that is not known), and in other collectives."
+        "Time of the steps but the first in which the rank waited for others or exchanged data with them: in DDP's"
+        " reduction after its own last gradient (all of backward where that is not known), and in other collectives."
     )
     waits = (((rank, kind), s.wait_seconds[i]) for rank, s in shown for i, kind in enumerate(WAITS))
     yield _counter("ddpdebug_wait_seconds", text, waits, "kind")
