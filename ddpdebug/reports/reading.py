@@ -124,7 +124,7 @@ def read_history(directory: Path) -> History:
             elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
                 series[name].add(step.step, math.nan)
         pace.add(step)
-        for part, seconds in _parts(step.rows.values()).items():
+        for part, seconds in _parts(row for row in step.rows.values() if not row.has(Flag.FIRST)).items():
             series[part].add(step.step, seconds)
         found = dissenters(step)
         for what in COMPARED:

@@ -345,6 +345,17 @@ def test_a_run_says_what_slow_ranks_cost_and_what_waits_for_data(tmp_path: Path)
     assert "Own time of each rank over" not in text
 
 
+def test_the_start_of_the_script_does_not_flatten_the_times_of_the_steps(tmp_path: Path) -> None:
+    """The chart begins with the second step."""
+    sink = RunDirectory(tmp_path / "run", 0)
+    sink.write(RunStarted(run_id="r", rank=0, world=1, directory=None, config={}, versions={}))
+    for step, (seconds, flag) in enumerate([(60.0, int(Flag.FIRST)), (0.5, 0)]):
+        rows = {0: Row(step=step, step_seconds=seconds, forward_seconds=seconds, backward_seconds=0.0, flags=flag)}
+        sink.write(StepJudged(step=Step(step=step, optimizer=0, world=1, rows=rows)))
+    sink.close()
+    assert read_history(tmp_path / "run").series["forward"] == [(1, 0.5)]
+
+
 @pytest.mark.parametrize(
     ("world", "words"), [(1, "."), (2, "; waiting for other ranks, with the reduction, was 20 % of it on average.")]
 )
