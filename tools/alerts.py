@@ -282,12 +282,13 @@ def _of_the_ranks() -> Iterator[Alert]:
         ),
     )
     each = f"sum by (rank, phase) (rate(ddpdebug_own_seconds_total{{{_THIS}}}[5m]))"
-    phase = f"topk(1, max by (phase) ({each}) - quantile by (phase) (0.5, {each})) > 0"
+    slowest = f"on (rank) topk(1, run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}})"
+    usual = f"quantile by (phase) (0.5, {each} unless {slowest})"
+    phase = f"topk(1, ({each} and {slowest}) - on (phase) group_left () {usual}) > 0"
     share = f"run_rank:ddpdebug_straggler_cost:worst5m{{{_THIS}}} > 0.01"
     works = (
-        f"run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}} "
-        f"- scalar(quantile(0.5, run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}})) "
-        f"> 0.1 * scalar(run:ddpdebug_step_seconds:mean{{{_THIS}}})"
+        f"run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}} - scalar(run:ddpdebug_own_seconds:usual5m{{{_THIS}}}) "
+        f"> 0.1 * scalar(run:ddpdebug_step_seconds:mean5m{{{_THIS}}})"
     )
     yield Alert(
         name="DdpdebugStraggler",
@@ -299,7 +300,7 @@ def _of_the_ranks() -> Iterator[Alert]:
         description=(
             "For 10 minutes, "
             + _ranks(works, "of {run} works", "of {run} work", "a rank of {run} works")
-            + " longer than the median rank by itself, by up to {{ humanizePercentage $value }} of a step"
+            + " longer by itself than the median of the others, by up to {{ humanizePercentage $value }} of a step"
             + _ask(phase, ", most of it" + _IN_PHASE)
             + ". All others wait."
             + _ask(share, _COSTS)

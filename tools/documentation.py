@@ -139,6 +139,9 @@ rank's last gradient, `optimizer`, and `other`, which is what lies between) and 
 data with them (`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has the phases as the script sees them, with
 all of backward: they differ in backward only.
 
+The first step of each optimizer, which has the start of the script and the compilation in it, counts in none of these
+times.
+
 - own time of a step, by rank: `sum by (run_id, run, rank) (rate(ddpdebug_own_seconds_total[5m])) / max by (run_id, run,
   rank) (rate(ddpdebug_step_seconds_count[5m]))`
 - what a rank costs, as a share of the time of its steps: `rate(ddpdebug_straggler_cost_seconds_total[5m]) /
@@ -177,12 +180,13 @@ there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 `/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
 configuration `params: {{detail: [all]}}`); its rendering has a budget of its own.
 
-Of more than {EVERY_RANK} ranks most steps are known by the rows of some (`docs/decisions/033-many-ranks.md`): of each kind of ranks
-the lowest, and those that are first in something. Steps and events are counted for all that took them. Gauges of the
-other ranks are those of their newest row, once a minute at least, so that an aggregate is one of the last minute. Times
-of a rank are sums over the steps of which the rows of all have come, for in the others its row is only there because it
-was slow; what it has cost is counted in all. What a node's ranks use of its memory together is only known where all
-their rows are, so that `ddpdebug_memory_full_seconds` may be absent for the host."""
+Of more than {EVERY_RANK} ranks most steps are known by the rows of some (`docs/decisions/033-many-ranks.md`): of
+each kind of ranks the lowest, and those that are first in something. Steps and events are counted for all that
+took them. Gauges of the other ranks are those of their newest row, once a minute at least, so that an aggregate
+is one of the last minute. Times of a rank are sums over the steps of which the rows of all have come, for in the
+others its row is only there because it was slow; what it has cost is counted in all. What a node's ranks use of
+its memory together is only known where all their rows are, so that
+`ddpdebug_memory_full_seconds` may be absent for the host."""
 
 _OPTIONS_HEAD = """\
 # Options

@@ -278,6 +278,7 @@ class WholeSteps:
         place = key[0], key[2]
         causes = set[Hashable]() if kinds == self._kinds.get(place) else _causes(part)
         wants = False
+        self._whole.setdefault(key[0], self._last if self._whole else now)  # the time counts also where none is left
         if self.allowance.has(telling=bool(causes and (key[2] or part.some & _GRAVE))):
             wants = self._is_due(key[0], key[1], now) or bool(key[2] and causes)  # what the run has left comes once
             for cause in () if wants else causes or self._curious(step):
@@ -288,7 +289,7 @@ class WholeSteps:
 
     def _is_due(self, optimizer: int, number: int, now: float) -> bool:
         """Tell whether the rows of all are wanted whatever the ranks show."""
-        since = self._whole.setdefault(optimizer, self._last if self._whole else now)
+        since = self._whole[optimizer]
         first = number in _FIRST_STEPS and optimizer < _BURST
         if not first and (now - since < WHOLE_SECONDS or now - self._last < _APART_SECONDS):
             return False

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from ddpdebug.schema import pace
-from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
 #: A run has so many spans of steps at most, and at least half as many once it is long enough.
@@ -20,8 +19,9 @@ _MAX_RANKS = 4096
 #: Of so many ranks at least one is unlike the others beyond so many times the median distance from their middle: four
 #: standard deviations, were they normally distributed.
 _ENOUGH, _UNLIKE = 8, 4 * 1.4826
-#: What is summed of a rank: steps, their time, its own time, and the phases of that.
-_COUNT, _STEP, _OWN, _PHASES = 0, 1, 2, 3
+#: What is summed of a rank: steps, those of which it is known how long it waited for data, their time, its own time,
+#: and the phases of that.
+_COUNT, _FED, _STEP, _OWN, _PHASES = 0, 1, 2, 3, 4
 _SUMS = _PHASES + len(pace.PHASES)
 
 
@@ -69,9 +69,9 @@ class PaceHistory:
         self._waited = self._length = 0.0  # of all ranks
 
     def add(self, step: Step) -> None:
-        """Take a step; the first one, which has the start of the script in it, and one of unknown time are left out."""
+        """Take a step; the first one, and one of unknown time, are left out."""
         own = {rank: seconds for rank, seconds in pace.own_times(step).items() if rank < _MAX_RANKS}
-        if not own or step.any(Flag.FIRST):
+        if not own:
             return
         if not self._spans or self._open >= self._width:
             self._spans.append((step.step, step.step, array("d")))
@@ -81,7 +81,8 @@ class PaceHistory:
             if (missing := (rank + 1) * _SUMS - len(sums)) > 0:
                 sums.extend([0.0] * missing)
             row, at = step.rows[rank], rank * _SUMS
-            for i, value in enumerate((1.0, row.step_seconds, seconds, *row.own_phases.values())):
+            fed = float(row.data_seconds >= 0)
+            for i, value in enumerate((1.0, fed, row.step_seconds, seconds, *row.own_phases.values())):
                 sums[at + i] += value
             self._waited += row.step_seconds - seconds
             self._length += row.step_seconds
@@ -119,9 +120,10 @@ class PaceHistory:
 
     @property
     def data(self) -> float:
-        """The share of its steps that the median rank waited for its loader."""
+        """The share of its steps that the median rank waited for its loader; NaN where no loader was seen."""
         whole = self._whole
-        found = [_of(whole, r, _PHASES) / step for r in _known(whole) if (step := _of(whole, r, _STEP)) > 0]
+        ranks = [rank for rank in _known(whole) if _of(whole, rank, _FED) and _of(whole, rank, _STEP) > 0]
+        found = [_of(whole, rank, _PHASES) / _of(whole, rank, _STEP) for rank in ranks]
         return median_low(found) if found else math.nan
 
     @property

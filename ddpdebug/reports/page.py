@@ -117,15 +117,16 @@ def _slowness(history: History, steps: tuple[int, int], marks: Mapping[int, str]
     pace = history.pace
     if not pace.steps:
         return '<p class="none">nothing was recorded</p>'
-    head = f"<p>A step took {duration(pace.step_seconds)} on average, of {counted(pace.steps, 'step')} that are kept. "
-    if math.isfinite(pace.data):
-        head += f"Waiting for data was {percent(pace.data)} of it on the median rank"
-    head += (
-        "" if pace.ranks < 2 else f", waiting for other ranks, with the reduction, {percent(pace.waiting)} on average"
-    )
+    known = [
+        ("for data", pace.data, "on the median rank"),
+        ("for other ranks, with the reduction,", pace.waiting if pace.ranks > 1 else math.nan, "on average"),
+    ]
+    waits = ", ".join(f"waiting {what} was {percent(share)} of it {who}" for what, share, who in known if share >= 0)
+    head = f"<p>A step took {duration(pace.step_seconds)} on average, of {counted(pace.steps, 'step')} that are kept"
+    head += f"; {waits}.</p>" if waits else ".</p>"
     totals = pace.totals()
     if len(totals) < 2:
-        return f"{head}.</p>"
+        return head
     rows = [
         f'<tr><td class="n">{one.rank}</td><td class="n">{duration(one.cost)}</td>'
         f'<td class="n">{percent(one.share)}</td>'
@@ -147,7 +148,7 @@ def _slowness(history: History, steps: tuple[int, int], marks: Mapping[int, str]
         " every step: ranks that cost about the same are noise, or batches of uneven length; one that costs much more"
         " than the others is slow.</p>"
     )
-    return f"{head}.</p>{heat_map(pace, steps, marks)}{table}{note}"
+    return f"{head}{heat_map(pace, steps, marks)}{table}{note}"
 
 
 def _above(excess: float) -> str:

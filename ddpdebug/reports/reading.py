@@ -126,7 +126,8 @@ def read_history(directory: Path) -> History:
                 series[name].add(step.step, math.nan)
         pace.add(step)
         # of chosen rows most are of ranks that were slow in this step
-        for part, seconds in _parts(islice(step.rows.values(), 1) if step.chosen else step.rows.values()).items():
+        shown = islice(step.rows.values(), 1 if step.chosen else None)
+        for part, seconds in _parts(row for row in shown if not row.has(Flag.FIRST)).items():
             series[part].add(step.step, seconds)
         found = dissenters(step)
         for what in COMPARED:

@@ -11,15 +11,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from ddpdebug.schema.row import Row
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
 PHASES = tuple(Row().own_phases)
 
 
 def own_times(step: Step) -> dict[int, float]:
-    """Return rank -> the seconds of the step that were its own, of ranks whose time is known."""
-    found = {rank: row.own_seconds for rank, row in step.rows.items()}
+    """Return rank -> the seconds of the step that were its own, of ranks whose time is known.
+
+    The first step is nobody's pace: it has the start of the script and the compilation in it.
+    """
+    found = {rank: row.own_seconds for rank, row in step.rows.items() if not row.has(Flag.FIRST)}
     return {rank: seconds for rank, seconds in found.items() if math.isfinite(seconds)}
 
 

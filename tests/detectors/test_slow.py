@@ -52,7 +52,7 @@ def test_rank_phase_and_cost_of_a_slow_rank(world: int, phase: str) -> None:
 
 def test_times_are_those_of_the_rows() -> None:
     """The rules compute for all ranks at once what the rows say of each."""
-    for step in job(3, noise=0.3):
+    for step in job(4, noise=0.3)[1:]:
         timing = timing_of(step)
         assert timing is not None
         own = own_times(step)

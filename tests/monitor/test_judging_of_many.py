@@ -42,6 +42,8 @@ class _Rank:
             judge=self._judge,
             show=lambda _: None,
             report=lambda _: None,
+            adopt=lambda _: None,
+            curious=lambda _: (),
             answer=lambda _: None,
             tell=lambda part, message: self.told.append(f"{part}: {message}"),
         )

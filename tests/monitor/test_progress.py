@@ -18,7 +18,7 @@ from machine import PATIENCE, free_port, until
 
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
-from ddpdebug.monitor import progress
+from ddpdebug.monitor import open_hangs, progress, seen_ranks
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
@@ -108,7 +108,8 @@ class Rank:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that stands still until it is moved."""
     made = Clock()
-    monkeypatch.setattr(progress, "time", made)
+    for module in (progress, open_hangs, seen_ranks):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -206,7 +207,7 @@ def test_who_has_spoken_for_rank_0_says_that_it_is_over(clock: Clock, monkeypatc
     """It has judged alone while rank 0 was silent; once the ranks talk again, it closes what it has opened."""
     rank = Rank(1, clock)
     seen = {0: progress.Seen(progress=works(0), silent=6.0, kernel="stopped by a signal"), 1: progress.Seen()}
-    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _, **__: (seen, {0, 1}))
+    monkeypatch.setattr(rank.watch._ranks, "from_outside", lambda _, **__: (seen, {0, 1}))
     rank.seen = waits(1, 6.0)
     seen[1] = progress.Seen(progress=rank.seen)
     rank.watch.unanswered(6.0)
@@ -256,7 +257,7 @@ def test_what_nobody_has_heard_is_said_at_the_end(clock: Clock) -> None:
     """The ranks may lose each other between the word and its way."""
     rank, hang = _left(clock, (0, 1, 2))
     known = list[bool]()  # a word that is known to be judged here already is not taken again when it comes back
-    rank.watch._feed = lambda each: (rank.fed.append(each), known.append(rank.watch.knows(hang)))
+    rank.watch._hangs._feed = lambda each: (rank.fed.append(each), known.append(rank.watch.knows(hang)))
     rank.watch.close(_CLOSED)
     assert (rank.stands_in, rank.fed, known) == (1, [hang], [False])
 
@@ -343,13 +344,13 @@ def test_a_rank_that_waits_no_more_has_gone_on_after_some_seconds(clock: Clock) 
 def test_so_many_hangs_are_told_in_a_run(clock: Clock) -> None:
     """And once that there were more."""
     rank = Rank(0, clock)
-    for step in range(2 * progress._MOST_HANGS):
+    for step in range(2 * open_hangs._MOST_HANGS):
         clock.now += 1
         rank.seen = waits(0, 9.0, step=step)
         rank.watch.tick((0, 1))
         rank.watch._conclude(_stuck(), clock.now, alone=False)
-    assert len(_hangs(rank)) == progress._MOST_HANGS
-    assert rank.troubles == [f"hangs: there were more than {progress._MOST_HANGS}: others are not told"]
+    assert len(_hangs(rank)) == open_hangs._MOST_HANGS
+    assert rank.troubles == [f"hangs: there were more than {open_hangs._MOST_HANGS}: others are not told"]
 
 
 def test_a_new_judge_knows_the_hangs_of_the_one_before(clock: Clock) -> None:
@@ -378,13 +379,13 @@ def test_what_was_judged_alone_the_others_hear_later(clock: Clock, monkeypatch: 
     for step in (5, 7):
         rank.seen = waits(1, 6.0, step=step)
         seen = {0: progress.Seen(progress=works(0), silent=6.0, kernel="stopped"), 1: progress.Seen(progress=rank.seen)}
-        monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda _, seen=seen, **__: (seen, {0, 1}))
+        monkeypatch.setattr(rank.watch._ranks, "from_outside", lambda _, seen=seen, **__: (seen, {0, 1}))
         clock.now += 1
         rank.watch.unanswered(6.0)
         clock.now += 1
         rank.seen = works(1, step=step + 1)
         monkeypatch.setattr(
-            rank.watch, "_seen_from_outside", lambda _, **__: ({1: progress.Seen(progress=rank.seen)}, {1})
+            rank.watch._ranks, "from_outside", lambda _, **__: ({1: progress.Seen(progress=rank.seen)}, {1})
         )
         rank.watch.unanswered(6.0)
     assert [type(each) for each in rank.fed] == [Hang, HangOver, Hang, HangOver]
@@ -396,7 +397,7 @@ def test_one_thread_judges_once_the_ranks_cannot_talk(clock: Clock, monkeypatch:
     """A gather that is still waited for judges nothing then; nor does any thread while another one is inside."""
     rank = Rank(0, clock)
     looks: list[float] = []
-    monkeypatch.setattr(rank.watch, "_seen_from_outside", lambda now, **__: looks.append(now) or ({}, {0}))
+    monkeypatch.setattr(rank.watch._ranks, "from_outside", lambda now, **__: looks.append(now) or ({}, {0}))
     rank.seen = waits(0, 6.0)
     with rank.watch._lock:
         rank.watch.unanswered(6.0)
@@ -417,11 +418,11 @@ def test_a_look_is_as_old_as_it_was_when_it_was_made(clock: Clock) -> None:
     rank.watch.tick((0, 1))
     clock.now += 20
     rank.watch.hear(1, "progress", {"look": to_json(waits(1, 2.0))})
-    assert rank.watch._looks[1][1] == clock.now - 20
+    assert rank.watch._ranks.looks[1][1] == clock.now - 20
     rank.watch.hear(
-        1, "progress", {"look": to_json(replace(works(1), host=progress.kernel.host(), time=clock.now - 3))}
+        1, "progress", {"look": to_json(replace(works(1), host=seen_ranks.kernel.host(), time=clock.now - 3))}
     )
-    assert rank.watch._looks[1][1] == clock.now - 3
+    assert rank.watch._ranks.looks[1][1] == clock.now - 3
 
 
 _BOX = """
@@ -459,7 +460,7 @@ def _at_home(rank: int, home: Path, world: int = 3) -> Rank:
     clock = Clock()
     clock.now = time.monotonic() - 100
     made = Rank(rank, clock, world=world, home=home)
-    made.watch._began = 0.0
+    made.watch._ranks.began = 0.0
     return made
 
 
@@ -523,7 +524,7 @@ def test_ranks_see_each_other_before_they_can_talk(monkeypatch: pytest.MonkeyPat
     (tmp_path / "ranks" / "1").mkdir(parents=True)
     rank, looked = _at_home(1, tmp_path), list[float]()
     rank.watch.begin()
-    assert progress.black_box.read(tmp_path / "ranks" / "1" / "black_box") is not None
+    assert seen_ranks.black_box.read(tmp_path / "ranks" / "1" / "black_box") is not None
     rank.watch.unanswered = looked.append  # type: ignore[method-assign]
     with rank.watch.connecting():
         assert until(lambda: len(looked) > 1)
@@ -545,7 +546,7 @@ def test_a_thread_in_a_sink_is_no_silent_interpreter(mark: int, silent: bool, tm
     """Nor is a rank whose watch is off."""
     job = _box(tmp_path, 0, mark=mark, lives=True)
     rank = _at_home(1, tmp_path, world=2)
-    seen, here = rank.watch._seen_from_outside(time.monotonic() + 10)
+    seen, here = rank.watch._ranks.from_outside(time.monotonic() + 10)
     assert here == {0, 1}
     assert (seen[0].silent > 0, seen[0].progress is not None) == (silent, silent)
     job.communicate()
@@ -559,7 +560,7 @@ def test_the_mark_is_set_around_writes_of_the_thread(clock: Clock, tmp_path: Pat
     file = tmp_path / "ranks" / "0" / "black_box"
 
     def mark() -> int:
-        box = progress.black_box.read(file)
+        box = seen_ranks.black_box.read(file)
         assert box is not None
         return box.mark
 
@@ -582,18 +583,18 @@ def test_files_of_other_hosts_are_read_once(tmp_path: Path, monkeypatch: pytest.
         number = int(file.parent.name)
         read.append(number)
         known: dict[str, Any] = {"pid": os.getpid(), "started": 0, "beat": now, "look": look, "notes": ()}
-        return progress.black_box.Recorded(here=number < 4, **known)
+        return seen_ranks.black_box.Recorded(here=number < 4, **known)
 
     now = time.monotonic()
-    monkeypatch.setattr(progress.black_box, "read", fake)
-    monkeypatch.setattr(progress.black_box.Recorded, "kernel", lambda _: progress.kernel.Kernel(state="S"))
+    monkeypatch.setattr(seen_ranks.black_box, "read", fake)
+    monkeypatch.setattr(seen_ranks.black_box.Recorded, "kernel", lambda _: seen_ranks.kernel.Kernel(state="S"))
     for other, node in ((0, "a"), (2, "a"), (3, "a"), (4, "a"), (5, "b")):
         rank.watch.hear_of(other, Place(node=node, local_rank=0))
-    rank.watch._seen_from_outside(now)
+    rank.watch._ranks.from_outside(now)
     assert read == [0, 1, 3, 4]
-    rank.watch._seen_from_outside(now)
+    rank.watch._ranks.from_outside(now)
     assert read[4:] == [0, 1, 3]
-    _, here = rank.watch._seen_from_outside(now, whole=False)
+    _, here = rank.watch._ranks.from_outside(now, whole=False)
     assert (read[7:], here) == ([0], {0, 1, 2, 3})
 
 

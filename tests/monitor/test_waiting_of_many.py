@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpdebug.disk import Disk
-from ddpdebug.monitor import progress
+from ddpdebug.monitor import open_hangs, progress, seen_ranks
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress import waits as judging
 from ddpdebug.progress.waits import Seen, judge
@@ -33,7 +33,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that stands still until it is moved."""
     made = Clock()
-    monkeypatch.setattr(progress, "time", made)
+    for module in (progress, seen_ranks, open_hangs):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -104,7 +105,7 @@ def test_the_judge_hears_of_a_rank_that_does_not_come(clock: Clock) -> None:
             rank.watch.tick(everyone)
         for rank in range(_WORLD):  # all others are as the ninth
             if rank not in {0, 7}:
-                first.watch._hear_look(rank, progress._short(_waits(number, rank, everyone)))
+                first.watch.hear(rank, "progress", {"look": seen_ranks.short(_waits(number, rank, everyone))})
         if any(kind == "waits" for kind, _ in other.said):
             for each in (first, missing):
                 each.watch.hear(9, "waits", {})
@@ -139,7 +140,7 @@ def test_what_many_wait_in_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_black_boxes_of_far_ranks_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand ranks that lie on one file system would read a million files together."""
     read: list[int] = []
-    monkeypatch.setattr(progress.black_box, "read", lambda path, **_: read.append(int(path.parent.name)))
+    monkeypatch.setattr(seen_ranks.black_box, "read", lambda path, **_: read.append(int(path.parent.name)))
     Rank(500, _WORLD, tmp_path).watch.unanswered(3.0)
     assert sorted(read) == [rank for rank in range(436, 565) if rank != 500]
     read.clear()

@@ -326,8 +326,8 @@ def test_a_run_says_what_slow_ranks_cost_and_what_waits_for_data(tmp_path: Path)
     write_run(tmp_path / "run")
     text = report(tmp_path / "run")
     assert "Which rank is slow?" in text
-    assert "A step took 0.2 s on average, of 40 steps that are kept. Waiting for data was 5 % of it" in text
-    assert "waiting for other ranks, with the reduction, 50 % on average." in text
+    assert "A step took 0.2 s on average, of 40 steps that are kept; waiting for data was 5 % of it on the" in text
+    assert "median rank, waiting for other ranks, with the reduction, was 50 % of it on average.</p>" in text
     assert 'aria-label="Own time of each rank' in text
     assert "<th>most of that in</th>" in text
     sink = RunDirectory(tmp_path / "alone", 0)
@@ -341,8 +341,34 @@ def test_a_run_says_what_slow_ranks_cost_and_what_waits_for_data(tmp_path: Path)
     )
     sink.close()
     text = report(tmp_path / "alone")
-    assert "Waiting for data was 50 % of it on the median rank.</p>" in text
+    assert "; waiting for data was 50 % of it on the median rank.</p>" in text
     assert "Own time of each rank over" not in text
+
+
+def test_the_start_of_the_script_does_not_flatten_the_times_of_the_steps(tmp_path: Path) -> None:
+    """The chart begins with the second step."""
+    sink = RunDirectory(tmp_path / "run", 0)
+    sink.write(RunStarted(run_id="r", rank=0, world=1, directory=None, config={}, versions={}))
+    for step, (seconds, flag) in enumerate([(60.0, int(Flag.FIRST)), (0.5, 0)]):
+        rows = {0: Row(step=step, step_seconds=seconds, forward_seconds=seconds, backward_seconds=0.0, flags=flag)}
+        sink.write(StepJudged(step=Step(step=step, optimizer=0, world=1, rows=rows)))
+    sink.close()
+    assert read_history(tmp_path / "run").series["forward"] == [(1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("world", "words"), [(1, "."), (2, "; waiting for other ranks, with the reduction, was 20 % of it on average.")]
+)
+def test_a_run_whose_loader_was_not_seen_does_not_say_how_long_it_waited_for_data(
+    world: int, words: str, tmp_path: Path
+) -> None:
+    """Nobody knows: that is not 0 %, and the sentence does without."""
+    sink = RunDirectory(tmp_path / "run", 0)
+    sink.write(RunStarted(run_id="r", rank=0, world=world, directory=None, config={}, versions={}))
+    rows = {rank: Row(rank=rank, step_seconds=0.5, sync_wait_seconds=0.1) for rank in range(world)}
+    sink.write(StepJudged(step=Step(step=0, optimizer=0, world=world, rows=rows)))
+    sink.close()
+    assert f"<p>A step took 0.5 s on average, of 1 step that are kept{words}</p>" in report(tmp_path / "run")
 
 
 def test_durations_are_told_in_the_unit_that_fits() -> None:

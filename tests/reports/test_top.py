@@ -265,6 +265,37 @@ def test_a_rank_that_is_slow_for_reasons_of_its_own_is_small_beside_a_long_step(
     assert found == (0, pytest.approx(0.01))
 
 
+def test_of_two_ranks_the_slow_one_is_behind_by_all_that_the_fast_one_waits() -> None:
+    """Not by half of it, as behind the mean of both."""
+    ranks = [RankView(rank=rank, step=1, own_seconds=0.7 + 0.2 * rank, mean_seconds=1.0) for rank in range(2)]
+    assert Snapshot(title="t", world=2, ranks=ranks).straggler == (1, pytest.approx(0.2))
+
+
+def test_the_first_step_is_no_step_of_the_mean(tmp_path: Path) -> None:
+    """It has the start of the script and the compilation in it; nor is one of which nobody knows how long it waited."""
+    run, served = RunDirectory(tmp_path / "run", 0), PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    try:
+        for sink in (run, served):
+            sink.write(STARTED)
+            for step in range(3):
+                seconds, flags = (9.0, int(Flag.FIRST)) if step == 0 else (0.5, 0)
+                rows = {
+                    rank: Row(rank=rank, step=step, step_seconds=seconds + (0 if step else rank), flags=flags,
+                              backward_seconds=0.3 - 0.1 * rank, sync_wait_seconds=0.3 - 0.1 * rank)
+                    for rank in range(2)
+                }  # fmt: skip
+                sink.write(StepJudged(step=Step(step=step, optimizer=0, world=2, rows=rows)))
+        run.close()
+        for found in (from_directory(tmp_path / "run"), from_url(str(served.url))):
+            ranks = found.ranks[:2]
+            assert [rank.own_seconds for rank in ranks] == pytest.approx([0.2, 0.3])
+            assert [rank.wait_seconds for rank in ranks] == pytest.approx([0.3, 0.2])
+            assert [rank.cost for rank in ranks] == pytest.approx([0.0, 0.2])
+            assert found.straggler == (1, pytest.approx(0.2))
+    finally:
+        served.close()
+
+
 @pytest.mark.parametrize(("state", "hangs"), [(WaitState.AT_WORK, False), (WaitState.STUCK, True)])
 def test_whom_ranks_wait_for_is_shown_while_they_do(state: WaitState, hangs: bool, tmp_path: Path) -> None:
     """From the directory and from an endpoint alike, with the line; nothing before and after it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpdebug.schema.pace import behind, costs, own_times
-from ddpdebug.schema.row import Row
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
 
@@ -15,8 +15,11 @@ def test_own_times_leave_out_ranks_whose_time_is_unknown() -> None:
         0: Row(step_seconds=0.5, sync_wait_seconds=0.2),
         1: Row(rank=1, step_seconds=0.5, backward_seconds=0.0),
         2: Row(rank=2),
+        3: Row(
+            rank=3, step_seconds=60.0, backward_seconds=0.0, flags=int(Flag.FIRST)
+        ),  # nor is the start of the script
     }
-    found = own_times(Step(step=3, optimizer=0, world=3, rows=rows))
+    found = own_times(Step(step=3, optimizer=0, world=4, rows=rows))
     assert found == {0: pytest.approx(0.3), 1: 0.5}
 
 

@@ -143,6 +143,22 @@ def test_a_step_is_parted_into_own_time_and_waiting(sink: PrometheusSink) -> Non
     assert found["ddpdebug_phase_seconds_sum", "backward", "0"] == pytest.approx(0.8)  # as before, all of it
 
 
+def test_the_first_step_has_the_start_of_the_script_in_it(sink: PrometheusSink) -> None:
+    """Its times are nobody's pace, so that none of the means has them; all else of it counts."""
+    sink.write(STARTED)
+    times = {"data_seconds": 0.1, "forward_seconds": 0.2, "backward_seconds": 0.1, "sync_wait_seconds": 0.1}
+    sink.write(judged(0, loss=3.0, step_seconds=60.0, flags=int(Flag.FIRST), **times))
+    first = samples(sink)
+    assert (first["ddpdebug_steps_total", "0"], first["ddpdebug_loss", "0"]) == (1, 3.0)
+    summed = ("step_seconds_count", "step_seconds_sum", "phase_seconds_sum", "phase_seconds_count",
+              "own_seconds_total", "wait_seconds_total")  # fmt: skip
+    assert {value for key, value in first.items() if key[0].removeprefix("ddpdebug_") in summed} == {0}
+    sink.write(judged(1, step_seconds=1.0, **times))
+    found = samples(sink)
+    assert (found["ddpdebug_step_seconds_count", "0"], found["ddpdebug_step_seconds_sum", "0"]) == (1, 1.0)
+    assert found["ddpdebug_own_seconds_total", "other", "0"] == pytest.approx(0.6)
+
+
 def test_a_rank_costs_what_it_is_slower_than_the_next_one() -> None:
     """In the steps in which it is last: two that are equally slow cost nothing; a rank tells of itself only."""
     sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in (0, 1)]

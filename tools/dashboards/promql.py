@@ -53,6 +53,11 @@ def spread(name: str, *matchers: str) -> list[tuple[str, str]]:
     ]
 
 
+def usual(expression: str) -> str:
+    """Return the median of the others at each moment, without the largest: of two ranks that is the other one."""
+    return f"quantile(0.5, {expression} unless topk(1, {expression})) or max({expression})"
+
+
 def worst(count: int, expression: str) -> str:
     """Return the series with the largest values at each moment."""
     return f"topk({count}, {expression})"

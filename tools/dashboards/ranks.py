@@ -51,8 +51,8 @@ def board() -> Board:
             missing="no steps",
         ),
         "Slowest rank above the median",
-        "By how much the slowest rank's own time is longer than the median one's, as a share of the step. The alert "
-        "DdpdebugStraggler fires from 10 % on.",
+        "By how much the slowest rank's own time is longer than the median of the others', as a share of the step. The "
+        "alert DdpdebugStraggler fires from 10 % on.",
     )
     made.add(
         tile(
@@ -62,8 +62,9 @@ def board() -> Board:
             missing="no steps",
         ),
         "Waiting for data",
-        "The share of its step that the median rank waits for its loader. Above 20 % the run is input-bound: more "
-        "workers, cheaper samples or faster storage would make it shorter; SLOW602 says which.",
+        "The share of its step that the median rank waits for its loader; of two ranks that of the one that waits "
+        "less. Above 20 % the run is input-bound: more workers, cheaper samples or faster storage would make it "
+        "shorter; SLOW602 says which.",
     )
     made.add(
         tile(
@@ -82,13 +83,13 @@ def board() -> Board:
         lines(
             [
                 (f"max({_OWN})", "highest rank"),
-                (f"quantile(0.5, {_OWN})", "median rank"),
+                (q.usual(f"({_OWN})"), "median rank"),
                 (f"quantile(0.5, {waits})", "waiting"),
             ],
             unit="s",
         ),
         "Own time per step",
-        "Of the slowest and the median rank, and how long the median rank waits for others. Slow ranks make the gap "
+        "Of the slowest rank and the median of the others, and how long the median rank waits. Slow ranks make the gap "
         "and the waiting; waiting without a gap is the reduction itself.",
     )
     cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / {_LENGTH}"

@@ -80,13 +80,13 @@ class Snapshot:
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """Return the slowest rank, and how much longer than the median rank it works, as a share of the step."""
+        """Return the slowest rank, and how much longer it works than the median of the others, as a share of a step."""
         own = {view.rank: view.own_seconds for view in self.ranks if view.own_seconds > 0}
         if len(own) < 2:
             return None
         slowest = max(own, key=lambda rank: own[rank])
         steps = [view.mean_seconds for view in self.ranks if view.mean_seconds > 0]
-        return (slowest, (own[slowest] - median(own.values())) / median(steps)) if steps else None
+        return (slowest, pace.behind(own)[slowest] / median(steps)) if steps else None
 
     @property
     def lasts(self) -> list[RankView]:
@@ -120,10 +120,11 @@ def from_directory(directory: Path) -> Snapshot:
     voted: dict[str, frozenset[int]] = {}
     costs: dict[int, list[float]] = {}
     timed: dict[int, list[Row]] = {}
-    chosen = 0
+    chosen = paced = 0
     for (optimizer, reached), found in steps.items():
         step = step_of(optimizer, reached, found, world)
         chosen += step.chosen
+        paced += not step.any(Flag.FIRST)
         for what, ranks in dissenters(step).items():
             voted[what], differing[what] = ranks, len(ranks)
         for rank, cost in pace.costs(pace.own_times(step)).items():
@@ -131,7 +132,8 @@ def from_directory(directory: Path) -> Snapshot:
         for rank, row in found.items():
             _take(views.setdefault(rank, RankView(rank=rank)), row)
             # of chosen rows most are here because their rank was first in something: as slow as in these it is not
-            if math.isfinite(row.step_seconds) and (not step.chosen or rank == min(found)):
+            fair = not step.chosen or rank == min(found)
+            if fair and math.isfinite(row.own_seconds) and not row.has(Flag.FIRST):
                 timed.setdefault(rank, []).append(row)
     usual = median([row.step_seconds for of_rank in timed.values() for row in of_rank] or [math.nan])
     for rank, view in views.items():
@@ -141,7 +143,7 @@ def from_directory(directory: Path) -> Snapshot:
             view.wait_seconds = view.mean_seconds - view.own_seconds
         mean = usual if chosen else view.mean_seconds
         if (known := costs.get(rank)) and mean > 0:
-            count = len(steps) if chosen else len(known)  # where its row is not here it was not the last
+            count = paced if chosen else len(known)  # where its row is not here it was not the last
             view.cost, view.last = sum(known) / count / mean, sum(map(bool, known)) / count
         view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
         view.ended = str(outcomes.get(rank, {}).get("reason") or "")

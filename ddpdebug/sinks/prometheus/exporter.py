@@ -30,7 +30,6 @@ from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.row import Flag
 from ddpdebug.schema.run_state import End, RunState, end_of
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import (
@@ -241,9 +240,7 @@ class PrometheusSink(Collector):
         now = self._clock()
         step = record.step
         self._pace.learn(step)
-        costs = (
-            {} if step.any(Flag.FIRST) else pace.costs(pace.own_times(step))
-        )  # that has the start of the script in it
+        costs = pace.costs(pace.own_times(step))
         if self._everyone:
             there = {self._nodes.get(rank, "") for rank in step.rows}
             used = {node: self._used(step, ranks) for node, ranks in self._peers.items() if node in there}

@@ -183,7 +183,9 @@ class ManyRanks(EachRank):
         """Yield the times of all ranks, and who holds the extremes of all that came before."""
         # their bounds are the same, and are known from the same step on
         known = [s for _, s in ranks if len(s.buckets) == len(s.bounds) + 1] or [s for _, s in ranks]
-        text = "Over all ranks: Time from step to step; the buckets are chosen about the run's usual step."
+        text = (
+            "Over all ranks: Time from step to step, without the first one; the buckets lie about the run's usual step."
+        )
         steps = HistogramMetricFamily(f"{PREFIX}step_seconds", text, labels=())
         bounds, seconds = (*map(str, known[0].bounds), "+Inf"), math.fsum(state.step_seconds for state in known)
         if known[0].buckets:

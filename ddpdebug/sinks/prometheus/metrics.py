@@ -126,7 +126,7 @@ _OFTEN = list(GAUGES).index("ddpdebug_param_norm")
 _OF_WEIGHTS = (_OFTEN, _OFTEN + 1)
 _LOST = int(Flag.PARAMS_NONFINITE)
 _ANY_NONFINITE = sum(NONFINITE.values())
-_SKIPPED, _CHECKED = int(Flag.SKIPPED), int(Flag.CHECKED)
+_FIRST, _SKIPPED, _CHECKED = int(Flag.FIRST), int(Flag.SKIPPED), int(Flag.CHECKED)
 _GUARDED = int(Flag.GUARD_SKIPPED)
 _UNSYNCED = int(Flag.UNSYNCED_BACKWARD | Flag.BYPASS)
 #: Nothing that a layer shows is worth a line any more.
@@ -261,15 +261,12 @@ class RankState:
             # NaN: keep the last known value, where it is not the value
             if value == value or (certain and i < _OFTEN) or (lost and i in _OF_WEIGHTS):  # noqa: PLR0124
                 self.values[i] = value
-        for i, seconds in enumerate(_PHASE_VALUES(row)) if times else ():
-            if seconds >= 0:  # not when unknown, which is NaN
-                self.phase_seconds[i] += seconds
-                self.phase_counts[i] += 1
+        if flags & _FIRST:  # it has the start of the script in it
+            return
         if row.step_seconds >= 0:
             self.cost_seconds += cost
-            if times:
-                self._time(row.step_seconds, bounds)
-                self._share(row)
+        if times:
+            self._take_times(row, bounds)
 
     def took(self, steps: int, flags: int, *, clipped: bool) -> None:
         """Count steps of which the flags are known."""
@@ -277,6 +274,15 @@ class RankState:
         self.clipped += steps * clipped
         if flags:
             self._count(flags, steps)
+
+    def _take_times(self, row: Row, bounds: tuple[float, ...]) -> None:
+        for i, seconds in enumerate(_PHASE_VALUES(row)):
+            if seconds >= 0:  # not when unknown, which is NaN
+                self.phase_seconds[i] += seconds
+                self.phase_counts[i] += 1
+        if row.step_seconds >= 0:
+            self._time(row.step_seconds, bounds)
+            self._share(row)
 
     def _time(self, seconds: float, bounds: tuple[float, ...]) -> None:
         self.step_count += 1
@@ -629,11 +635,11 @@ def _event_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
 
 
 def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
-    text = "Time from step to step; the buckets are chosen about the run's usual step."
+    text = "Time from step to step, without the first one; the buckets are chosen about the run's usual step."
     steps = HistogramMetricFamily("ddpdebug_step_seconds", text, labels=("rank",))
     text = (
-        "Time of the phases of a step; data is the wait for the loader, other what is in no other phase and no"
-        " collective. Backward has the wait for other ranks in it: ddpdebug_own_seconds_total is without."
+        "Time of the phases of a step but the first; data is the wait for the loader, other what is in no other phase"
+        " and no collective. Backward has the wait for other ranks in it: ddpdebug_own_seconds_total is without."
     )
     phases = SummaryMetricFamily("ddpdebug_phase_seconds", text, labels=("rank", "phase"))
     for rank, state in ranks:
@@ -651,15 +657,15 @@ def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     yield steps
     yield phases
     text = (
-        "Time of the steps that was the rank's own, by phase; backward until its last gradient. With"
+        "Time of the steps but the first that was the rank's own, by phase; backward until its last gradient. With"
         " ddpdebug_wait_seconds_total this is ddpdebug_step_seconds_sum."
     )
     shown = [(rank, state) for rank, state in ranks if of.shows(rank)]  # of all ranks there are means
     own = (((rank, phase), s.own_seconds[i]) for rank, s in shown for i, phase in enumerate(PHASES))
     yield _counter("ddpdebug_own_seconds", text, own, "phase")
     text = (
-        "Time of the steps in which the rank waited for others or exchanged data with them: in DDP's reduction after"
-        " its own last gradient (all of backward where that is not known), and in other collectives."
+        "Time of the steps but the first in which the rank waited for others or exchanged data with them: in DDP's"
+        " reduction after its own last gradient (all of backward where that is not known), and in other collectives."
     )
     waits = (((rank, kind), s.wait_seconds[i]) for rank, s in shown for i, kind in enumerate(WAITS))
     yield _counter("ddpdebug_wait_seconds", text, waits, "kind")
