@@ -228,7 +228,8 @@ class SlowdownOverTime(PaceRule):
         }
         computes = base.cpu > 0 and after.cpu - base.cpu >= self.slowdown_phase * (after.seconds - base.seconds)
         phase = max(change, key=lambda phase: change[phase])
-        machine = not computes and not self._alone(phase, change, base)
+        whole = max(after.seconds - base.seconds, sum(change.values()))
+        machine = not computes and not self._alone(phase, change, base, whole)
         if machine:
             evidence["machine"] = "all phases are slower and compute no more: the whole machine is slower"
         return self.finding(
@@ -239,18 +240,19 @@ class SlowdownOverTime(PaceRule):
             evidence=evidence,
         )
 
-    def _alone(self, phase: str, change: Mapping[str, float], base: Level) -> bool:
+    def _alone(self, phase: str, change: Mapping[str, float], base: Level, whole: float) -> bool:
         """Whether a phase makes up most of a change, and grew by more than the rest of the step did."""
         rest = sum(change.values()) - change[phase]
         before = sum(base.phases.values()) - base.phases[phase]
         more = change[phase] * before * self.slowdown_alone > rest * base.phases[phase]
-        return more and change[phase] >= self.slowdown_phase * (change[phase] + rest)
+        return more and change[phase] >= self.slowdown_phase * whole
 
 
 def level_of(blocks: Sequence[Timing]) -> Level:
     """Return the pace of a window."""
     phases = {phase: per_step(blocks, [block.usual(phase) for block in blocks]) for phase in PHASES}
-    phases[_COMMUNICATION] = per_step(blocks, map(_moving, blocks))
+    own = [max(0.0, block.usual("other") - block.usual("overhead")) for block in blocks]  # what ddpdebug takes is there
+    phases |= {"other": per_step(blocks, own), _COMMUNICATION: per_step(blocks, map(_moving, blocks))}
     return Level(
         step=blocks[0].step,
         seconds=per_step(blocks, map(_pace, blocks)),
