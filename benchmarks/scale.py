@@ -386,7 +386,7 @@ def train(pipe: Connection, size: int, rank: int, steps: int) -> None:
     os._exit(0)  # the others do not leave
 
 
-def believe(size: int, rounds: int = 12, steps: int = 20) -> None:
+def believe(size: int, rounds: int = 9, steps: int = 20) -> None:
     """Print what a step takes of a process that is a rank of many against a plain one."""
     multiprocessing.set_start_method("spawn", force=True)
     kinds = {"plain": (1, 0), "the rank that judges": (size, 0), "another rank": (size, 9)}
