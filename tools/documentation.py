@@ -177,12 +177,13 @@ there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 `/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
 configuration `params: {{detail: [all]}}`); its rendering has a budget of its own.
 
-Of more than {EVERY_RANK} ranks most steps are known by the rows of some (`docs/decisions/033-many-ranks.md`): of each kind of ranks
-the lowest, and those that are first in something. Steps and events are counted for all that took them. Gauges of the
-other ranks are those of their newest row, once a minute at least, so that an aggregate is one of the last minute. Times
-of a rank are sums over the steps of which the rows of all have come, for in the others its row is only there because it
-was slow; what it has cost is counted in all. What a node's ranks use of its memory together is only known where all
-their rows are, so that `ddpdebug_memory_full_seconds` may be absent for the host."""
+Of more than {EVERY_RANK} ranks most steps are known by the rows of some (`docs/decisions/033-many-ranks.md`): of
+each kind of ranks the lowest, and those that are first in something. Steps and events are counted for all that
+took them. Gauges of the other ranks are those of their newest row, once a minute at least, so that an aggregate
+is one of the last minute. Times of a rank are sums over the steps of which the rows of all have come, for in the
+others its row is only there because it was slow; what it has cost is counted in all. What a node's ranks use of
+its memory together is only known where all their rows are, so that
+`ddpdebug_memory_full_seconds` may be absent for the host."""
 
 _OPTIONS_HEAD = """\
 # Options

@@ -271,9 +271,10 @@ class ProgressWatch:
 
     def _tick(self, members: tuple[int, ...]) -> None:
         self._ticked = time.monotonic()
-        for rank in set(self._members) - set(members) - self._left.keys():
-            self._note_end(rank, "it has left")
-        self._members = members
+        if members is not self._members:
+            for rank in set(self._members) - set(members) - self._left.keys():
+                self._note_end(rank, "it has left")
+            self._members = members
         for known in self._alone:
             self._announce(known)  # the others hear of it now; this rank has
         self._alone.clear()
