@@ -379,7 +379,8 @@ class Straggler(PaceRule):
         )
         series.recent.append(timing.seconds)
         series.newest.append(newest)
-        if series.steps % (self.pace_window // 4) == 0 and len(series.newest) == self.pace_window:
+        quarter = self.pace_window // 4
+        if series.steps % quarter == 0 and len(series.newest) == self.pace_window:
             yield from self._often(step, series, timing, usual)
         if len(series.recent) < self.pause_count or newest.behind < max(self.pause_size * usual, self.pause_seconds):
             return

@@ -15,8 +15,6 @@ _MAD = 1.4826  # a normal distribution's standard deviation / median absolute de
 _COMMUNICATION = "communication"
 #: Levels that are remembered; when there are more, every second one goes.
 _KEPT = 64
-#: Windows from which on what all of them have in common is more than chance: layers may be dropped at random.
-_ALIKE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +292,9 @@ def _is_other_work(before: Sequence[Level], level: Level) -> bool:
 
 
 def _differs(before: Iterable[Hashable | None], now: Hashable | None) -> bool:
+    """Whether several windows have had the same, and this one has something else; layers may be dropped at random."""
     known = [value for value in before if value is not None]
-    return now is not None and len(known) >= _ALIKE and {*known} == {known[0]} and now != known[0]
+    return now is not None and len(known) > 1 and {*known} == {known[0]} and now != known[0]
 
 
 def _pace(block: Timing) -> float:
