@@ -1,4 +1,4 @@
-"""The first process of a host: names it, gives it an interface, hands the cable out and then waits until the test lets go of it.
+"""The first process of a host: names it, gives it an interface, hands the cable out and waits for the test's end.
 
 Run by `network.py` in namespaces of its own:
 
