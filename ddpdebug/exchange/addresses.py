@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address
 
-#: Nothing is sent there.
-_PORT = 9
+#: The port that throws away what it is sent; nothing is.
+_DISCARD = 9
 
 
 def address_towards(host: str) -> str:
@@ -20,7 +20,7 @@ def address_towards(host: str) -> str:
     if not host:
         return ""
     with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, place in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as asking:
                 asking.connect(place)  # of a datagram socket: looks for the way and sends nothing
                 return str(asking.getsockname()[0])

@@ -32,7 +32,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
 _POLLS_PER_SECOND = 1024  # of all ranks together
 _AT_ONCE = 256  # keys of other ranks that rank 0 reads, or sets, in one operation
 #: Whoever is not answered queues up again: a process that stood still between two operations may have been overlooked.
-_AGAIN_SECONDS = 30.0
+_AGAIN_SECONDS, _AGAIN_POLLS = 30.0, 10
 #: After so long it is looked whether a rank that is missing left the key by which version 0.1.0 tells that it is there.
 _OLD_SECONDS = 3.0
 
@@ -80,7 +80,9 @@ class RollCall:
         self._tickets_read = 0
         self._holes: set[int] = set()  # tickets that were taken by ranks that have not signed yet
         self._arrivals: dict[int, dict[str, Any]] = {}
-        self._longest = max(_LONGEST_SECONDS, world / _POLLS_PER_SECOND)
+        # rank 0, for whom all others wait, is one alone
+        self._longest = max(_LONGEST_SECONDS, world / _POLLS_PER_SECOND if rank else 0.0)
+        self._again = max(_AGAIN_SECONDS, _AGAIN_POLLS * self._longest)
 
     def meet(self) -> str:
         """Return the prefix of the keys of this meeting, once all ranks are there.
@@ -118,7 +120,9 @@ class RollCall:
 
     def _polls(self, *, raises: bool = True) -> Iterator[str | None]:
         """Yield for each look; after each one comes a pause. Yields the reason to give up where it is not raised."""
-        pause, reason = _FIRST_SECONDS, None
+        # thousands of ranks come to this at once
+        pause = _FIRST_SECONDS if self._longest == _LONGEST_SECONDS else self._longest / 16
+        reason = None
         while True:
             yield reason
             reason = self._give_up()
@@ -152,7 +156,7 @@ class RollCall:
             if not looked and now - started > _OLD_SECONDS:
                 looked = True
                 self._look_for_older([0])
-            if now - queued > _AGAIN_SECONDS:
+            if now - queued > self._again:
                 queued = now
                 self._queue_up()
         raise AssertionError  # polls do not end by themselves

@@ -46,6 +46,7 @@ _STEP = struct.Struct("<qq??HH")  # optimizer, step, last, the last class is the
 _SUMMARY = struct.Struct(f"<qq{len(SUMS)}I{len(SUMS)}d")  # flags of some and of all, who knows a sum, sums
 _TEXT = struct.Struct("<I")
 
+_FEW = 64
 #: The class of ranks that have nothing in common.
 REST: tuple[float, ...] = ()
 Message = tuple[int, bytes]  # who says it, and what
@@ -55,6 +56,9 @@ Key = tuple[int, int, bool]
 
 def ranks_of(mask: int) -> Iterator[int]:
     """Yield the ranks of a set, ascending."""
+    if mask.bit_count() > _FEW:  # each step of the loop below copies all bits
+        yield from (rank for rank, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
+        return
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1

@@ -201,9 +201,10 @@ class ProgressWatch:
 
     def _tick(self, members: tuple[int, ...]) -> None:
         self._ranks.ticked = time.monotonic()
-        for rank in set(self._ranks.members) - set(members) - self._ranks.left.keys():
-            self._ranks.note_end(rank, "it has left")
-        self._ranks.members = members
+        if members is not self._ranks.members:
+            for rank in set(self._ranks.members) - set(members) - self._ranks.left.keys():
+                self._ranks.note_end(rank, "it has left")
+            self._ranks.members = members
         self._hangs.tell_alone()
         if time.monotonic() - self._ranks.looks.get(self.rank, (None, 0.0))[1] < _LOOK_SECONDS:
             return  # short steps make many ticks

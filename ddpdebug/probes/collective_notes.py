@@ -122,9 +122,6 @@ class CollectiveNotes:
         why = "which collectives a rank has issued, and where; the functions stay the same objects"
         timed = ("probe:own-times", self._begins), ("probe:own-times", self._state.clock.go_on)
         self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why, *timed)
-        ends = [("probe:own-times", self._waited)]
-        why = "that waiting for what was only begun (`async_op=True`) is no rank's own time"
-        self._entries.patch(dist.Work, "wait", why, before=[("probe:own-times", self._waits)], after=ends, failed=ends)
 
     def write_to(self, write: Callable[[str], None]) -> None:
         """Have notes written; those that are kept are written first."""
@@ -169,12 +166,6 @@ class CollectiveNotes:
         """Let the clock stand still in the thread that trains, until the function ends."""
         if self._entries.threads.watched() == threading.get_ident():
             self._state.clock.stop()
-
-    def _waits(self, *_: Any, **__: Any) -> None:
-        self._begins()
-
-    def _waited(self, *_: Any, **__: Any) -> None:
-        self._state.clock.go_on()
 
     def _forward(self, event: ForwardBegan) -> None:
         if internals.syncs_buffers_now(event.ddp):

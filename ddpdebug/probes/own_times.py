@@ -3,8 +3,9 @@
 A clock around `backward` says nothing about that: a rank that is early waits inside it for the last one. What is a
 rank's own ends with the last gradient that it computes itself, which the hooks on the parameters see. Other collectives
 are left out of every phase (`step_state.Clock`): the buffers that DDP broadcasts as a forward begins, and the functions
-of `torch.distributed` while they run, whoever calls them in the thread that trains, and `Work.wait` for what was only
-begun there (`async_op=True`). Waiting for the future of such a call is not seen.
+of `torch.distributed` while they run, whoever calls them in the thread that trains. Waiting later for what was only
+begun there (`async_op=True`) is not seen: a function of Python in the place of `Work.wait` would be taken for the
+override of a script's own class of works, and call itself for ever.
 """
 
 from __future__ import annotations

@@ -102,6 +102,13 @@ def test_junit_tells_the_first_cause() -> None:
     assert re.search(r"RANK101.*step 3.*RANK104", failure.text or "", re.DOTALL)
 
 
+def test_junit_names_the_host_where_there_are_several() -> None:
+    """The property stays a list of ranks."""
+    suite = _suites(judge([_finding(places={"1": "node-b, cuda:1"})], _outcomes(), world=2))["RANK"]
+    assert {p.get("value") for p in suite.iterfind("properties/property")} == {"3", "1", "w"}
+    assert "rank 1 (node-b, cuda:1)" in (suite.findtext("testcase/failure") or "")
+
+
 def test_junit_shows_what_does_not_count() -> None:
     """A green case means that something was looked at: no family of findings is without rules."""
     suites = _suites(VERDICTS["below"])

@@ -11,6 +11,8 @@ expected first step; a HLTH or RCP code must be one of the first two. A clean ru
 above is reported, or more than one warning.
 The operation and its `file:line` are a promise beyond that: a finding without them is found, but not located.
 
+`--tree` lets the few ranks of the scripts talk and be judged as very many do (decision 33).
+
 `--held-out` runs `tests/held_out` and prints totals by family, no script and no finding: who writes rules does not see
 what they are scored with (CONTRIBUTING.md). `--reveal` prints them all the same.
 """
@@ -136,6 +138,19 @@ def _forked(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None,
     statuses = [result["status"] for result in results]
     failed = None if None in statuses else next((status for status in statuses if status), 0)
     return failed, "".join(result["err"] for result in results)
+
+
+def _become_many() -> None:
+    """Let any number of ranks be very many, in groups of two."""
+    from ddpdebug.diagnosis import engine
+    from ddpdebug.exchange import tree
+    from ddpdebug.monitor import monitor
+    from ddpdebug.schema import step
+
+    circles = tree.circles
+    tree.SIZE, tree.circles = 2, lambda members, rank, _=2: circles(members, rank, 2)
+    for module in (engine, monitor, step):
+        module.FLAT = 1
 
 
 def judge_clean(findings: list[Finding]) -> list[str]:
@@ -317,9 +332,12 @@ def main() -> int:
     parser.add_argument("--held-out", action="store_true", help="run tests/held_out and print totals only")
     parser.add_argument("--reveal", action="store_true", help="print what is held out: not for who writes rules")
     parser.add_argument("--launch", action="store_true", help="start ranks as a user does")
+    parser.add_argument("--tree", action="store_true", help="the ranks talk over the tree, as very many do")
     args = parser.parse_args()
     if args.held_out and args.only and not args.reveal:
         parser.error("totals of a few held-out scripts tell which they are: --only needs --reveal")
+    if args.tree and (args.launch or args.write):
+        parser.error("--tree is for ranks that are forked, and their score is not that of the page")
     if args.held_out and args.reveal:
         print("warning: who reads this writes no rules for it; a script that is used to mend one moves to tests/corpus")
     folder = args.folder or (_HELD_OUT if args.held_out else _CORPUS)
@@ -334,6 +352,8 @@ def main() -> int:
     for module in ("ddpdebug.monitor.attach", "ddpdebug.commands.run"):
         importlib.import_module(module)
     catalog()  # the rules
+    if args.tree:
+        _become_many()
     zygote.spare_the_collector()
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         judged = pool.map if args.jobs > 1 else map

@@ -348,3 +348,14 @@ def test_the_phase_of_an_incident_is_the_newest() -> None:
     )
     (early,), (late,) = told(steps[:110]), told(steps)
     assert (early.id, early.phase, late.id, late.phase) == (late.id, "forward", early.id, "backward")
+
+
+@pytest.mark.parametrize(
+    "phase, cause", [("data", "slower storage"), ("backward", "a slow device"), ("other", "work for this rank only")]
+)
+def test_the_causes_of_a_phase_come_first(phase: str, cause: str) -> None:
+    """And what it costs is told once, of the ranks that the finding names."""
+    (finding,) = told(job(120, world=2, more=lambda _, rank, p: 0.02 * (rank == 1 and p == phase)))
+    assert finding.causes[0].startswith(cause)
+    assert len(finding.causes) == 5
+    assert "rank" not in finding.evidence["cost"]

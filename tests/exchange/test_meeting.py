@@ -322,6 +322,32 @@ def test_waiting_costs_a_look_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPa
     assert all(looks[second] >= 3 for second in range(1, 20))
 
 
+def test_thousands_that_wait_ask_seldom_and_rank_0_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once they would ask the store for seconds; and all wait for rank 0, which is one."""
+    now = [0.0]
+
+    class Clock:
+        """Goes on while somebody sleeps, and only then."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+    monkeypatch.setattr(meeting, "time", Clock)
+    counts = {}
+    for rank in (0, 1):
+        now[0], store = 0.0, Counting(HashStore())
+        with pytest.raises(ConnectionError, match="over"):
+            RollCall(store, 1, rank, 8192, _SAME, lambda: "it is over" if now[0] > 20 else None).meet()
+        counts[rank] = store.calls.total()
+    assert counts[1] <= 10
+    assert counts[0] >= 60
+
+
 def test_a_smaller_group_meets_again() -> None:
     """Those who stay count themselves in under the same token."""
     store = HashStore()

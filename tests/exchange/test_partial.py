@@ -94,6 +94,12 @@ def test_merging_in_another_order_changes_nothing() -> None:
         assert first.steps[0, 7, False].summary.sums == sums
 
 
+@pytest.mark.parametrize("ranks", [[], [5], [0, 8191], list(range(1, 8192, 3)), list(range(65))])
+def test_a_set_of_ranks_is_read_back(ranks: list[int]) -> None:
+    """Of a few as of many."""
+    assert list(ranks_of(sum(1 << rank for rank in ranks))) == ranks
+
+
 def test_sums_and_flags_are_those_of_all_ranks() -> None:
     """Each is counted once; who does not know a number is not counted."""
     partials = _of(range(40), flags=int(Flag.CHECKED))

@@ -1,4 +1,4 @@
-"""The first process of a host: names it, gives it an interface, hands the cable out and then sleeps until it is killed.
+"""The first process of a host: names it, gives it an interface, hands the cable out and waits for the test's end.
 
 Run by `network.py` in namespaces of its own:
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -33,8 +32,8 @@ def main(descriptor: int, name: str, address: str, table: str) -> None:
         subprocess.run(line.split(), check=True)
     with socket.socket(fileno=descriptor) as outside:
         socket.send_fds(outside, [b"x"], [cable])
-    os.close(cable)
-    signal.pause()
+        os.close(cable)
+        outside.recv(1)  # until the test closes it, or is gone itself
 
 
 if __name__ == "__main__":

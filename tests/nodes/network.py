@@ -133,9 +133,11 @@ class Switch:
 class Host:
     """One host, on which commands can be run while it is there."""
 
-    def __init__(self, name: str, address: str, table: Path, first: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, name: str, address: str, table: Path, first: subprocess.Popen[bytes], line: socket.socket
+    ) -> None:
         self.name, self.address = name, address
-        self._table, self._first = table, first
+        self._table, self._first, self._line = table, first, line
 
     def rename(self, name: str, address: str) -> None:
         """Let this host take another address for a name than the others do."""
@@ -150,6 +152,7 @@ class Host:
 
     def close(self) -> None:
         """End everything on it."""
+        self._line.close()
         self._first.kill()
         self._first.wait()
 
@@ -193,12 +196,12 @@ def hosts(count: int, link: Link = Link(), names: Mapping[str, str] | None = Non
 
 def _host(name: str, address: str, table: Path, switch: Switch) -> Host:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with theirs:
         words = [sys.executable, str(HERE / "host.py"), str(theirs.fileno()), name, address, str(table)]
         first = subprocess.Popen(["unshare", *_ALONE, *words], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         ours.settimeout(60)
-        host = Host(name, address, table, first)
+        host = Host(name, address, table, first, ours)
         try:
             _, cables, *_ = socket.recv_fds(ours, 16, 1)
             switch.plug(cables[0])

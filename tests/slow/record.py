@@ -49,6 +49,7 @@ RECORDINGS = {
     "healthy_lengths_in_turn": Recording(4, 1, "--steps 300 --lengths turns"),
     "healthy_evaluation_on_rank_0": Recording(4, 2, "--steps 300 --evaluate-every 40"),
     "healthy_two_ranks_evaluation": Recording(2, 2, "--steps 400 --evaluate-every 40"),
+    "healthy_short_steps": Recording(2, 1, "--steps 2500 --width 64 --batch 64"),  # kept: 520 steps around a busy spell
     "unequal_work": Recording(4, 1, "--steps 220 --lengths unequal", "SLOW601", 2, "work"),
     "slow_data": Recording(4, 2, "--steps 220 --where data --share 0.3", "SLOW601", 2, "data"),
     "slow_forward": Recording(4, 2, "--steps 220 --where forward --share 0.3", "SLOW601", 2, "forward"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdebug.detectors.comparison import median_without
@@ -24,6 +24,14 @@ _UNFIT = (
 )
 _SHOWN = 16
 _MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    step: int
+    losses: Mapping[int, float]  # of all ranks, or of the chosen ones
+    usual: float  # the mean of all ranks without the highest and the lowest
+    chosen: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +204,7 @@ class LossOutlier(StreakRule):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._windows: dict[int, deque[tuple[int, dict[int, float]]]] = {}
+        self._windows: dict[int, deque[_Losses]] = {}
         self._counts: dict[int, int] = {}
         self._outliers: dict[int, _Outlier] = {}  # of the window that was judged last
         self._alike: bool | None = None  # the ranks have each label about as often
@@ -324,33 +332,35 @@ class LossOutlier(StreakRule):
     def shown(self, step: Step) -> Mapping[int, bool] | None:
         losses = {rank: row.loss for rank, row in step.rows.items() if math.isfinite(row.loss)}
         everybody = step.complete and len(losses) == len(step.rows) and step.mean_loss is not None
-        if not everybody or len(losses) < self.outlier_ranks or step.any(_LOOSE):
+        count, total = step.total("loss")
+        if not everybody or count < self.outlier_ranks or step.any(_LOOSE):
             return None
         window = self._windows.setdefault(step.optimizer, deque(maxlen=int(self.outlier_window)))
-        window.append((step.step, losses))
+        lowest, highest = min(losses.values()), max(losses.values())
+        window.append(_Losses(step.step, losses, (total - lowest - highest) / max(1, count - 2), step.chosen))
         self._counts[step.optimizer] = self._counts.get(step.optimizer, 0) + 1
         if self._counts[step.optimizer] % _EVERY or len(window) < self.outlier_least:
             return None
-        self._outliers = {outlier.rank: outlier for outlier in self._apart([losses for _, losses in window])}
-        return {rank: rank in self._outliers for rank in _ranks(window)}
+        apart = self._first(window) if any(each.chosen for each in window) else self._apart([w.losses for w in window])
+        self._outliers = {outlier.rank: outlier for outlier in apart}
+        return {rank: rank in self._outliers for rank in {*_ranks(window), *self._outliers}}
 
     def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:
         window = self._windows[step.optimizer]
-        medians = {str(r): statistics.median(losses[r] for _, losses in window) for r in _ranks(window)}
+        ranks = sorted({*_ranks(window), *streaks})
+        medians = {str(r): statistics.median(w.losses[r] for w in window if r in w.losses) for r in ranks}
         for rank in streaks:
             z, excess = self._outliers[rank].z, self._outliers[rank].excess
             yield self.finding(
                 step,
-                step=window[0][0],
+                step=window[0].step,
                 ranks=(rank,),
                 subject=("loss",),
                 evidence={"z": z, "excess": excess, "window": len(window), "median_loss": medians},
             )
 
     def _apart(self, window: Sequence[Mapping[int, float]]) -> Iterator[_Outlier]:
-        ranks = sorted(frozenset.intersection(*map(frozenset, window)))
-        if len(ranks) < 2:
-            return
+        ranks = sorted(window[-1])
         apart: dict[int, list[float]] = {rank: [] for rank in ranks}
         levels = []
         for losses in window:
@@ -371,10 +381,27 @@ class LossOutlier(StreakRule):
             if far and side >= self.outlier_same_side * len(window):
                 yield _Outlier(rank, z, middle[rank])
 
+    def _first(self, window: Collection[_Losses]) -> Iterator[_Outlier]:
+        """Judge chosen rows: an odd rank has the highest loss of all, or the lowest, nearly always."""
+        level = abs(statistics.median(each.usual for each in window))
+        for pick, opposite in ((max, min), (min, max)):
+            firsts = Counter(pick(each.losses, key=each.losses.__getitem__) for each in window)
+            ((rank, times),) = firsts.most_common(1)
+            if times < self.outlier_same_side * len(window):
+                continue
+            middle = statistics.median(each.losses[rank] - each.usual for each in window if rank in each.losses)
+            others = [other for other in _ranks(window) if other != rank]
+            noises = [_mad([each.losses[other] - each.usual for each in window]) for other in others]
+            # of a thousand ranks with noise alone the first is three deviations away, on both sides
+            spread = statistics.median(abs(opposite(each.losses.values()) - each.usual) for each in window) / 3
+            scale = max(statistics.median(noises) if noises else 0.0, spread, 1e-3 * level, 1e-12)
+            if abs(middle) >= max(self.outlier_z * scale, self.outlier_share * level):
+                yield _Outlier(rank, middle / scale, middle)
 
-def _ranks(window: Iterable[tuple[int, Mapping[int, float]]]) -> list[int]:
-    """Return the ranks whose losses are known in all steps: of very many the first, the last, and the odd ones."""
-    return sorted(frozenset.intersection(*(frozenset(losses) for _, losses in window)))
+
+def _ranks(window: Collection[_Losses]) -> list[int]:
+    """Return the ranks whose losses are known in all steps: of very many the first and the last, and odd ones."""
+    return sorted(frozenset.intersection(*(frozenset(each.losses) for each in window)))
 
 
 def _chi(one: Sequence[int], other: Sequence[int]) -> float:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.slow.timing import PaceRule, Timing, Window, duration, job, main_phase, middle, per_step
@@ -85,6 +85,12 @@ class Straggler(PaceRule):
     severity = Severity.WARNING
     title = "one rank is persistently slower"
     incident = ("ranks",)
+    likely: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "data": ("loader",),
+        **dict.fromkeys(("forward", "backward", "optimizer", "mixed"), ("a slow device",)),
+        "other": ("rank 0",),
+        "pauses": ("rank 0", "garbage collection"),
+    }
     pace_warm_up, pace_block = PaceRule.pace_warm_up, PaceRule.pace_block
     pace_window = Threshold(
         64,
@@ -373,7 +379,8 @@ class Straggler(PaceRule):
         )
         series.recent.append(timing.seconds)
         series.newest.append(newest)
-        if series.steps % (self.pace_window // 4) == 0 and len(series.newest) == self.pace_window:
+        quarter = self.pace_window // 4
+        if series.steps % quarter == 0 and len(series.newest) == self.pace_window:
             yield from self._often(step, series, timing, usual)
         if len(series.recent) < self.pause_count or newest.behind < max(self.pause_size * usual, self.pause_seconds):
             return
@@ -484,9 +491,9 @@ def _cost_of(block: Timing, ranks: Sequence[int]) -> float:
 
 
 def cost_text(ranks: Sequence[int], share: float, seconds: float, *, of: str = "each step") -> str:
-    """Return what ranks cost, in words."""
-    who = "rank " + str(ranks[0]) + " costs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} cost"
-    return f"{who} {100 * share:.0f} % of {of}, {duration(seconds)} so far"
+    """Return what ranks cost, in words; the finding names them."""
+    together = "together " if len(ranks) > 1 else ""
+    return f"{together}{100 * share:.0f} % of {of}, {duration(seconds)} so far"
 
 
 def _short(seconds: float) -> float:

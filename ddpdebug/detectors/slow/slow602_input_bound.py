@@ -136,7 +136,7 @@ def _loader(step: Step) -> Loader | None:
         for topic, values in step.facts.items()
         if topic.startswith("loader:")
     )
-    number = told[0].loader if told else min((number for number, _ in used), default=None)
+    number = told[0].loader if told else min((number for number, _ in used), default=0)
     return dict(used).get(number)
 
 

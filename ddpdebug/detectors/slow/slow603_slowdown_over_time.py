@@ -15,8 +15,6 @@ _MAD = 1.4826  # a normal distribution's standard deviation / median absolute de
 _COMMUNICATION = "communication"
 #: Levels that are remembered; when there are more, every second one goes.
 _KEPT = 64
-#: Windows from which on what all of them have in common is more than chance: layers may be dropped at random.
-_ALIKE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +226,8 @@ class SlowdownOverTime(PaceRule):
         }
         computes = base.cpu > 0 and after.cpu - base.cpu >= self.slowdown_phase * (after.seconds - base.seconds)
         phase = max(change, key=lambda phase: change[phase])
-        machine = not computes and not self._alone(phase, change, base)
+        whole = max(after.seconds - base.seconds, sum(change.values()))
+        machine = not computes and not self._alone(phase, change, base, whole)
         if machine:
             evidence["machine"] = "all phases are slower and compute no more: the whole machine is slower"
         return self.finding(
@@ -239,18 +238,19 @@ class SlowdownOverTime(PaceRule):
             evidence=evidence,
         )
 
-    def _alone(self, phase: str, change: Mapping[str, float], base: Level) -> bool:
+    def _alone(self, phase: str, change: Mapping[str, float], base: Level, whole: float) -> bool:
         """Whether a phase makes up most of a change, and grew by more than the rest of the step did."""
         rest = sum(change.values()) - change[phase]
         before = sum(base.phases.values()) - base.phases[phase]
         more = change[phase] * before * self.slowdown_alone > rest * base.phases[phase]
-        return more and change[phase] >= self.slowdown_phase * (change[phase] + rest)
+        return more and change[phase] >= self.slowdown_phase * whole
 
 
 def level_of(blocks: Sequence[Timing]) -> Level:
     """Return the pace of a window."""
     phases = {phase: per_step(blocks, [block.usual(phase) for block in blocks]) for phase in PHASES}
-    phases[_COMMUNICATION] = per_step(blocks, map(_moving, blocks))
+    own = [max(0.0, block.usual("other") - block.usual("overhead")) for block in blocks]  # what ddpdebug takes is there
+    phases |= {"other": per_step(blocks, own), _COMMUNICATION: per_step(blocks, map(_moving, blocks))}
     return Level(
         step=blocks[0].step,
         seconds=per_step(blocks, map(_pace, blocks)),
@@ -292,8 +292,9 @@ def _is_other_work(before: Sequence[Level], level: Level) -> bool:
 
 
 def _differs(before: Iterable[Hashable | None], now: Hashable | None) -> bool:
+    """Whether several windows have had the same, and this one has something else; layers may be dropped at random."""
     known = [value for value in before if value is not None]
-    return now is not None and len(known) >= _ALIKE and {*known} == {known[0]} and now != known[0]
+    return now is not None and len(known) > 1 and {*known} == {known[0]} and now != known[0]
 
 
 def _pace(block: Timing) -> float:

@@ -239,17 +239,6 @@ def collectives():
         step(model, made, 1)
 
 
-def begun():
-    """A collective that is only begun, and waited for later."""
-    model = wrapped()
-    made = sgd("begun", model)
-    for _ in range(STEPS):
-        late()
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        work.wait()
-        step(model, made, 1)
-
-
 def collector():
     """The heap is large, and collected in each step by one rank."""
     model = wrapped()
