@@ -140,22 +140,24 @@ class PartAssembler:
             everything: what is there is all that comes.
             last_states: of what the last steps have left it is.
         """
+        passed = 0  # who has taken a later step than the one that is looked at
+        later = dict[int, int]()
+        if any(members & ~part.ranks for part in self._open.values()):
+            for step, came in sorted(self._came.items(), reverse=True):
+                later[step] = passed
+                passed |= came
         for key in sorted(self._open, key=lambda key: (key[2], key[1], key[0])):
             absent = members & ~self._open[key].ranks
-            if not absent or everything or (last_states and key[2]) or self._overdue(key, absent):
+            overdue = absent and self._is_overdue(key, absent & ~later.get(key[1], passed))
+            if not absent or everything or (last_states and key[2]) or overdue:
                 part = self._open.pop(key)
                 self._closed[key[0], key[2]] = max(key[1], self._closed.get((key[0], key[2]), -1))
                 yield key, part
 
-    def _overdue(self, key: Key, absent: int) -> bool:
-        """Tell whether to judge a step without ranks that have passed it, or are far behind."""
+    def _is_overdue(self, key: Key, behind: int) -> bool:
+        """Tell whether to judge a step without ranks that have all passed it, or are far behind."""
         ahead = self._newest[key[0]] - key[1]
-        if ahead < LAG_STEPS or ahead >= LATE_STEPS:
-            return ahead >= LATE_STEPS
-        for step, came in self._came.items():
-            if step > key[1]:
-                absent &= ~came
-        return not absent
+        return ahead >= LATE_STEPS or (ahead >= LAG_STEPS and not behind)
 
 
 def chosen_step(key: Key, part: StepPart, world: int | None = None) -> Step:
@@ -456,10 +458,15 @@ class ManyRanks:
         self._calls.judge(step)
         (self.allowance if step.chosen else self.whole.allowance).spend(self._used() - begun)
 
-    def rest(self) -> None:
-        """Judge what is left, where nothing more comes; and report what was found and not heard."""
+    def rest(self, *, complete: bool) -> None:
+        """Judge what is left, where nothing more comes; and report what was found and not heard.
+
+        Args:
+            complete: leave out steps that some ranks were not heard of.
+        """
         for key, part in self.parts.ready(0, everything=True):
-            self.whole.add(key, part, chosen_step(key, part, self.world))
+            if not (complete and self._everyone & ~part.ranks):
+                self.whole.add(key, part, chosen_step(key, part, self.world))
         for step in self.whole.ready(everything=True) if self.judges else ():
             self._calls.judge(step)
         for found in self._unheard:

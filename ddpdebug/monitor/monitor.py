@@ -1079,7 +1079,7 @@ class Monitor:
             value = {"topic": Failure.topic, "value": to_json(self._failure)}
             run("message:fact", self._hear, (self.rank,), "fact", value)
         if self._many is not None:
-            run("exchange:steps", self._many.rest)
+            run("exchange:steps", partial(self._many.rest, complete=lost))
         for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
             self._judge(step)
         for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():

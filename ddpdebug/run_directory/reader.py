@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -45,6 +45,7 @@ from ddpdebug.run_directory.segments import segment_paths
 from ddpdebug.schema.announcements import End
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.hangs import is_over
+from ddpdebug.schema.progress import ranks_in, spans_of
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES, Row, decode
 from ddpdebug.schema.step import SUMS, Step, Summary, step_of
 from ddpdebug.schema.wire import from_json
@@ -338,9 +339,9 @@ def chosen_of(step: Step) -> dict[str, Any]:
     """Return the record of what a step's rows stand for, where they are chosen ones or might be taken for these."""
     if not step.chosen:
         return {"chosen": False}
-    kinds = {str(lowest): _ranges(ranks) for lowest, ranks in step.kinds.items()}
+    kinds = {str(lowest): spans_of(ranks) for lowest, ranks in step.kinds.items()}
     told = None if step.told is None else asdict(step.told)
-    return {"chosen": True, "kinds": kinds, "others": _ranges(step.others), "told": told}
+    return {"chosen": True, "kinds": kinds, "others": spans_of(step.others), "told": told}
 
 
 def with_chosen(step: Step, about: Mapping[str, Any]) -> Step:
@@ -348,30 +349,19 @@ def with_chosen(step: Step, about: Mapping[str, Any]) -> Step:
     if about.get("chosen") is not True:
         return replace(step, chosen=False)
     try:
-        kinds = {int(lowest): _ranks_in(ranks, step.world) for lowest, ranks in about["kinds"].items()}
-        others, told = _ranks_in(about["others"], step.world), about["told"]
+        kinds = {int(lowest): _ranks_of(ranks, step.world) for lowest, ranks in about["kinds"].items()}
+        others, told = _ranks_of(about["others"], step.world), about["told"]
         sums = {str(name): (int(count), float(total)) for name, (count, total) in told["sums"].items()}
         summary = Summary(some=int(told["some"]), common=int(told["common"]), sums=sums)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return step
     if not kinds.keys() <= step.rows.keys() or not SUMS.keys() <= sums.keys():
         return step
     return replace(step, chosen=True, kinds=kinds, others=others, told=summary)
 
 
-def _ranges(ranks: Iterable[int]) -> list[list[int]]:
-    """Return ranks as [first, last] of those in a row."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and found[-1][1] == rank - 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return found
-
-
-def _ranks_in(ranges: Any, world: int) -> frozenset[int]:
-    return frozenset(rank for first, last in ranges for rank in range(max(0, int(first)), min(int(last) + 1, world)))
+def _ranks_of(spans: str, world: int) -> frozenset[int]:
+    return frozenset(rank for rank in ranks_in(spans) if rank < world)
 
 
 def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
@@ -381,7 +371,7 @@ def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
         for rank, told in payload["rows"].items():
             digests: dict[str, Any] = {name: int(told[name], 16) for name in _LAST_STATE}
             rows[int(rank)] = Row(rank=int(rank), step=step, optimizer=optimizer, flags=int(told["flags"]), **digests)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     found, about = step_of(optimizer, step, rows, world), payload.get("chosen")
     return with_chosen(found, about) if isinstance(about, dict) else found

@@ -222,13 +222,20 @@ def test_a_few_rows_of_a_large_job_may_be_all(tmp_path: Path) -> None:
     assert [one.chosen for one in read_steps(directory)] == [True]
 
 
-@pytest.mark.parametrize("kinds", [None, {"x": []}, {"99": [[0, 3]]}, {"0": [[0, "y"]]}, {"0": 5}])
-def test_malformed_kinds_are_left_out(tmp_path: Path, kinds: object) -> None:
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        *({"kinds": kinds} for kinds in (None, {"x": ""}, {"99": "0-3"}, {"0": "0-y"}, {"0": [[0, 3]]}, {"0": 5})),
+        {"others": ",".join(["0-1048575"] * 1000)},
+        {"told": {"some": math.inf, "common": 0, "sums": {}}},
+    ],
+)
+def test_malformed_kinds_are_left_out(tmp_path: Path, malformed: dict[str, object]) -> None:
     """The rows are chosen ones all the same."""
     directory = saved(tmp_path, StepJudged(step=chosen(of_many(3))), world=80)
     path = directory / "observations.jsonl"
     record = json.loads(path.read_text())
-    record["payload"]["kinds"] = kinds
+    record["payload"] |= malformed
     path.write_text(json.dumps(record) + "\n")
     (step,) = read_steps(directory)
     assert (step.chosen, step.kinds) == (True, {})

@@ -155,3 +155,15 @@ def test_who_follows_judges_when_the_ranks_before_it_have_left() -> None:
         rank.tick(_part(101, range(1, _WORLD)), members=tuple(range(1, _WORLD)))
     assert [step.step for step in second.judged] == [101]
     assert third.judged == []
+
+
+def test_steps_that_could_not_come_any_more_are_nobodys() -> None:
+    """Where the ranks have lost each other, those of which rows are on their way are not judged without them."""
+    parted = _Rank()
+    parted.tick(_part(100), _part(101, range(40)))
+    parted.many.rest(complete=True)
+    assert [step.step for step in parted.judged] == [100]
+    left = _Rank()
+    left.tick(_part(100), _part(101, range(40)))
+    left.many.rest(complete=False)
+    assert [step.step for step in left.judged] == [100, 101]
