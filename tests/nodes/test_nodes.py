@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from jobs import PORT, Outcome, train
 from network import Host, Link, hosts, refusal
+from node_jobs import PORT, Outcome, train
 
 _REFUSAL = refusal()
 pytestmark = [

@@ -497,16 +497,16 @@ def test_told_values_replace_seen_ones() -> None:
     source = ValidationSource()
     fact = ValidationLine(location="train.py:88", batches=12, source="by nn.L1Loss")
     source.hear("alone:evaluation", {1: fact})
-    assert source.values(step_with(r0=(1.0, True), r1=(2.0, True))) == [1.0, 2.0]
+    assert source.value(step_with(r0=(1.0, True), r1=(2.0, True))) == 1.5
     assert not source.renewed()
     assert source.location() == "train.py:88"
     assert source.evidence() == {
         "validation_loss": "seen by nn.L1Loss in evaluation at train.py:88, mean of 12 batches"
     }
-    assert source.values(step_with(r0=(1.0, False), r1=(2.0, True))) == [1.0]
+    assert source.value(step_with(r0=(1.0, False), r1=(2.0, True))) == 1.0
     assert source.renewed()
     assert not source.renewed()
-    assert source.values(step_with(r0=(math.nan, False), r1=(2.0, True))) == []
+    assert source.value(step_with(r0=(math.nan, False), r1=(2.0, True))) is None
     assert (source.location(), source.evidence()) == (None, {"validation_loss": "told by observe(val_loss=)"})
     assert ValidationSource().evidence() == {}
 
