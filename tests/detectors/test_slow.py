@@ -281,6 +281,18 @@ def test_an_optimizer_that_steps_rarely_belongs_to_an_iteration(every: int) -> N
     assert finding.last_step > 360
 
 
+def test_optimizers_that_no_longer_step_are_not_waited_for() -> None:
+    """However many a script has used one after the other: what is slow in the last one is found in it."""
+    stages = [
+        replace(step, optimizer=stage)
+        for stage in range(12)
+        for step in job(120, more=lambda _, rank, p, s=stage: 0.03 * (rank == 2 and p == "forward" and s == 11))
+    ]
+    (finding,) = told(tuple(replace(step, step=number) for number, step in enumerate(stages)))
+    assert finding.ranks == (2,)
+    assert finding.step == pytest.approx(11 * 120, abs=40)  # the one before is waited for so long
+
+
 @pytest.mark.parametrize(
     "later, usual",
     [
