@@ -351,6 +351,24 @@ def test_less_than_a_step_in_every_few_steps_is_found(every: int, seconds: float
     assert late(0.3) == []
 
 
+def test_the_time_that_ddpdebug_takes_is_no_cost_of_a_pause() -> None:
+    """However long it looks at the rank whose training pauses."""
+
+    def pausing(own: float) -> Finding:
+        steps = job(
+            160,
+            more=lambda step, rank, p: (0.2 + own) * (rank == 0 and p == "other" and step % 10 == 0),
+            fields=lambda step, rank: {"overhead_seconds": 0.001 + own * (rank == 0 and step % 10 == 0)},
+        )
+        (finding,) = told(steps)
+        return finding
+
+    usual, watched = pausing(0.0), pausing(0.2)
+    assert watched.phase == usual.phase == "pauses"
+    assert watched.evidence["pause_seconds"] == pytest.approx(usual.evidence["pause_seconds"])
+    assert watched.evidence["cost_seconds"] == pytest.approx(usual.evidence["cost_seconds"], rel=0.05)
+
+
 def test_the_phase_of_an_incident_is_the_newest() -> None:
     """As its numbers are, which tell of that phase."""
     steps = job(
