@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from ddpdebug.schema.details import hex_digest
 
 #: Read of each tensor of a batch.
 RECORD_BYTES = 1 << 18
-#: So many batches that training gets are looked at together: which loader it waits for.
+#: So many batches that training gets are looked at together first, twice as many each time that it has been told.
 _BATCHES = 8
+#: Another loader is waited for where that takes so many times as long as the one that was told, twice in a row.
+_CLEARLY = 1.5
 
 
 @dataclass(slots=True)
@@ -59,8 +62,10 @@ class Loaders:
         self._streams: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators' loaders
         self._newest = 0
-        self._waited: list[tuple[float, int]] = []  # seconds, for which loader
+        self._waited: dict[int, float] = {}  # number of a loader -> seconds
+        self._batches, self._enough = 0, _BATCHES
         self._awaited: int | None = None
+        self._next: int | None = None  # may be awaited now
         self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
         self._asked = state.clock.now()
         self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
@@ -83,8 +88,9 @@ class Loaders:
         known = self._known.get(loader)
         if known is None:
             held = dict(held_by(loader.dataset))
+            used = {other["index"] for other in list(self._known.values())}
             known = {
-                "index": len(self._known),
+                "index": next(number for number in count() if number not in used),  # not that of a living one
                 "iterations": 0,
                 "attributes": {path: hex_digest(found.digest) for path, found in held.items()},
                 "content": {path: found.content for path, found in held.items() if found.content is not None},
@@ -132,15 +138,21 @@ class Loaders:
             deliveries.tensors |= dict.fromkeys(values, deliveries.newest)
 
     def _note_wait(self, seconds: float, number: int) -> None:
-        """Tell which loader training waits for, once it is another one."""
-        self._waited.append((seconds, number))
-        if len(self._waited) < _BATCHES:
+        """Tell which loader training waits for, once it is clearly another one."""
+        self._waited[number] = self._waited.get(number, 0.0) + seconds
+        self._batches += 1
+        if self._batches < self._enough:
             return
-        waits, self._waited = self._waited, []
-        longest = max({n for _, n in waits}, key=lambda number: sum(waited for waited, n in waits if n == number))
-        if longest != self._awaited:
-            self._awaited = longest
-            self._announce(AwaitedLoader(loader=longest, step=self._state.next_step()))
+        waits, self._waited, self._batches = self._waited, {}, 0
+        longest = max(waits, key=lambda number: waits[number])
+        if self._awaited is not None:
+            clearly = waits[longest] > _CLEARLY * waits.get(self._awaited, 0.0)  # never so for itself
+            before, self._next = self._next, longest if clearly else None
+            if not clearly or longest != before:
+                return
+        self._awaited, self._next = longest, None
+        self._enough *= 2  # two that take turns are told ever more rarely
+        self._announce(AwaitedLoader(loader=longest, step=self._state.next_step()))
 
     def _ended(self, event: EpochEnded) -> None:
         """Tell where a stream has ended: another rank's may go on."""

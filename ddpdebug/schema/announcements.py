@@ -186,7 +186,7 @@ class Loader(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitedLoader(Announcement):
-    """The DataLoader for which training has waited longest of late, as soon as that is another one."""
+    """The DataLoader for which training has waited longest of late, once that is clearly another one."""
 
     topic: ClassVar[str] = "awaited"
 

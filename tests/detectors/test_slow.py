@@ -281,6 +281,18 @@ def test_an_optimizer_that_steps_rarely_belongs_to_an_iteration(every: int) -> N
     assert finding.last_step > 360
 
 
+def test_optimizers_that_no_longer_step_are_not_waited_for() -> None:
+    """However many a script has used one after the other: what is slow in the last one is found in it."""
+    stages = [
+        replace(step, optimizer=stage)
+        for stage in range(12)
+        for step in job(120, more=lambda _, rank, p, s=stage: 0.03 * (rank == 2 and p == "forward" and s == 11))
+    ]
+    (finding,) = told(tuple(replace(step, step=number) for number, step in enumerate(stages)))
+    assert finding.ranks == (2,)
+    assert finding.step == pytest.approx(11 * 120, abs=40)  # the one before is waited for so long
+
+
 @pytest.mark.parametrize(
     "later, usual",
     [
@@ -337,6 +349,24 @@ def test_less_than_a_step_in_every_few_steps_is_found(every: int, seconds: float
     assert finding.evidence["pause_seconds"] == pytest.approx(seconds, rel=0.3)
     assert finding.evidence["share"] == pytest.approx(seconds / every / (0.07 + seconds / every), abs=0.05)
     assert late(0.3) == []
+
+
+def test_the_time_that_ddpdebug_takes_is_no_cost_of_a_pause() -> None:
+    """However long it looks at the rank whose training pauses."""
+
+    def pausing(own: float) -> Finding:
+        steps = job(
+            160,
+            more=lambda step, rank, p: (0.2 + own) * (rank == 0 and p == "other" and step % 10 == 0),
+            fields=lambda step, rank: {"overhead_seconds": 0.001 + own * (rank == 0 and step % 10 == 0)},
+        )
+        (finding,) = told(steps)
+        return finding
+
+    usual, watched = pausing(0.0), pausing(0.2)
+    assert watched.phase == usual.phase == "pauses"
+    assert watched.evidence["pause_seconds"] == pytest.approx(usual.evidence["pause_seconds"])
+    assert watched.evidence["cost_seconds"] == pytest.approx(usual.evidence["cost_seconds"], rel=0.05)
 
 
 def test_the_phase_of_an_incident_is_the_newest() -> None:

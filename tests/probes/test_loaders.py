@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,31 +11,35 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.schema.announcements import AwaitedLoader
+from ddpdebug.probes.step_state import Clock
+from ddpdebug.schema.announcements import AwaitedLoader, Loader
 
 
 class Items(Dataset[torch.Tensor]):
-    """Takes so long for an item."""
+    """Takes so long for each item, by the clock of the tests."""
 
-    def __init__(self, seconds: float) -> None:
+    passed = 0.0
+
+    def __init__(self, *seconds: float) -> None:
         self.seconds = seconds
 
     def __len__(self) -> int:
         return 40
 
-    def __getitem__(self, _: int) -> torch.Tensor:
-        time.sleep(self.seconds)
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Items.passed += self.seconds[index % len(self.seconds)]
         return torch.zeros(1)
 
 
 @pytest.fixture
-def awaited() -> Iterator[list[int]]:
-    """The numbers of the loaders that were told."""
-    told: list[int] = []
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, int | None]]]:
+    """What was announced, with its number."""
+    told: list[tuple[Any, int | None]] = []
 
-    def announce(announcement: Any, _: int | None = None) -> None:
-        if isinstance(announcement, AwaitedLoader):
-            told.append(announcement.loader)
+    def announce(announcement: Any, number: int | None = None) -> None:
+        told.append((announcement, number))
+
+    monkeypatch.setattr(Clock, "now", lambda _: Items.passed)
 
     guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
     probes = Probes(guard, lambda _: None, announce, lambda *_: False)
@@ -46,16 +49,55 @@ def awaited() -> Iterator[list[int]]:
     probes.release()
 
 
-def test_the_loader_that_training_waits_for_is_told_once(awaited: list[int]) -> None:
+def awaited(said: list[tuple[Any, int | None]]) -> list[int]:
+    """Return the numbers of the loaders that were told to be waited for."""
+    return [announced.loader for announced, _ in said if isinstance(announced, AwaitedLoader)]
+
+
+def test_the_loader_that_training_waits_for_is_told_once(said: list[tuple[Any, int | None]]) -> None:
     """Of two at a time the slower one, and not that of an evaluation."""
-    evaluated, quick, slow, last = (DataLoader(Items(seconds)) for seconds in (0.002, 0.0, 0.02, 0.0))
+    evaluated, quick, slow, last = (DataLoader(Items(seconds)) for seconds in (0.002, 0.001, 0.02, 0.001))
     with torch.no_grad():
         for _ in evaluated:
             pass
-    assert awaited == []
+    assert awaited(said) == []
     for _ in zip(quick, slow, strict=True):
         pass
-    assert awaited == [2]
+    assert awaited(said) == [2]
     for _ in last:
         pass
-    assert awaited == [2, 3]
+    assert awaited(said) == [2, 3]
+
+
+@pytest.mark.parametrize("seconds", [[0.0014], [*[0.001] * 8, *[0.01] * 8, *[0.001] * 24]])
+def test_a_loader_that_is_not_clearly_slower_is_not_told(
+    said: list[tuple[Any, int | None]], seconds: list[float]
+) -> None:
+    """Nor one that is so for a while."""
+    first = DataLoader(Items(0.001))
+    for _ in first:
+        pass
+    for _ in zip(first, DataLoader(Items(*seconds)), strict=True):
+        pass
+    assert awaited(said) == [0]
+
+
+def test_loaders_that_take_turns_are_told_ever_more_rarely(said: list[tuple[Any, int | None]]) -> None:
+    """Each pass waits for the other one."""
+    loaders = DataLoader(Items(0.001)), DataLoader(Items(0.001))
+    for number in range(20):
+        for _ in loaders[number % 2]:
+            pass
+    assert awaited(said) == [0, 1]
+
+
+def test_a_new_loader_gets_no_number_of_a_living_one(said: list[tuple[Any, int | None]]) -> None:
+    """Also where others are gone; theirs are free again, so that there are never more than loaders."""
+    gone, kept = DataLoader(Items(0.001)), DataLoader(Items(0.001))
+    for loader in (gone, kept):
+        iter(loader)
+    del gone, loader
+    new, newer = DataLoader(Items(0.001)), DataLoader(Items(0.001))
+    for loader in (new, newer, kept):
+        iter(loader)
+    assert [number for announced, number in said if isinstance(announced, Loader)] == [0, 1, 0, 2, 1]

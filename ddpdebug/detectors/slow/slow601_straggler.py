@@ -368,12 +368,13 @@ class Straggler(PaceRule):
         if series.pausing and series.steps > series.pausing:
             series.pausing = 0
             series.open = {key: known for key, known in series.open.items() if known.phase != "pauses"}
+        behind = timing.behind(last)
         newest = _Pause(
             step=timing.step,
             number=series.steps,
             place=last,
-            behind=timing.behind(last),
-            cost=timing.cost(),
+            behind=behind,
+            cost=min(timing.cost(), max(0.0, behind)),  # not what ddpdebug takes
             gc=timing.times["gc"][last],
             elapsed=series.elapsed,
         )

@@ -224,6 +224,8 @@ class PaceRule(Detector):
         self._rows += 1
         self._newest[step.optimizer] = self._rows, self._rows - self._newest.get(step.optimizer, (-math.inf, 0))[0]
         self._steps.append(timing)
+        patience = _RARE * len(self._newest)  # those that no longer step do not count for it from here on
+        self._newest = {o: known for o, known in self._newest.items() if self._rows - known[0] < patience}
         patience = _RARE * len(self._newest)
         rows = self._newest.items()
         awaited = {optimizer for optimizer, (row, gap) in rows if max(self._rows - row, gap) < patience}
