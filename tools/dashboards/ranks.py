@@ -92,7 +92,9 @@ def board() -> Board:
         "Of the slowest rank and the median of the others, and how long the median rank waits. Slow ranks make the gap "
         "and the waiting; waiting without a gap is the reduction itself.",
     )
-    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / {_LENGTH}"
+    # of very many ranks it is known in every step, and how long that took of the first rank only
+    clock = f"max({q.rate('ddpdebug_step_seconds_sum')})"
+    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / on () group_left () {clock}"
     made.add(
         lines(
             [(q.worst(5, cost), "rank {{rank}}"), (q.of_run("run:ddpdebug_straggler_cost:ratio5m"), "all ranks")],
