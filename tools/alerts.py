@@ -267,18 +267,27 @@ def _of_the_ranks() -> Iterator[Alert]:
         + " on gradients that the ranks do not share, or that no DDP has reduced."
         + _cause("SYNC"),
     )
+    # the first step tells nothing of how long others take: before one more has ended half an hour is too long
+    since, timed = "run:ddpdebug_seconds_since_step:min", "run:ddpdebug_step_seconds:mean > 0"
     behind = f"max by (rank) (ddpdebug_step{{{_THIS}}}) < scalar(max(ddpdebug_step{{{_THIS}}}))"
     yield Alert(
         name="DdpdebugStalled",
         expr=(
-            "((run:ddpdebug_seconds_since_step:min > 300) and "
-            f"(run:ddpdebug_seconds_since_step:min > 20 * run:ddpdebug_step_seconds:mean)) {_ALIVE}"
+            f"(({since} > 300 and {since} > 20 * run:ddpdebug_step_seconds:mean) "
+            f"or ({since} > 1800 unless on (run_id) {timed})) {_ALIVE}"
         ),
         severity="critical",
         summary="{run} has not stepped for {{ humanizeDuration $value }}",
         description=(
-            "No rank of {run} has finished a step for {{ humanizeDuration $value }}, more than 20 of its steps take,"
-            " although its endpoints answer: " + _ranks(behind, "is", "are", "no rank is") + " behind the others."
+            "No rank of {run} has finished a step for {{ humanizeDuration $value }}"
+            + _ask(
+                f"run:ddpdebug_step_seconds:mean{{{_THIS}}} > 0",
+                ", more than 20 of its steps take",
+                ", since its first one",
+            )
+            + ", although its endpoints answer: "
+            + _ranks(behind, "is", "are", "no rank is")
+            + " behind the others."
         ),
     )
     each = f"sum by (rank, phase) (rate(ddpdebug_own_seconds_total{{{_THIS}}}[5m]))"
