@@ -51,8 +51,9 @@ def board() -> Board:
             missing="no steps",
         ),
         "Slowest rank above the median",
-        "By how much the slowest rank's own time is longer than the median of the others', as a share of the step. The "
-        "alert DdpdebugStraggler fires from 10 % on.",
+        "By how much the slowest rank's own time is longer than the median of the others', as a share of the step; of "
+        "more than 64 ranks behind one endpoint, than the next slowest one's. The alert DdpdebugStraggler fires from "
+        "10 % on.",
     )
     made.add(
         tile(
@@ -93,8 +94,8 @@ def board() -> Board:
         "and the waiting; waiting without a gap is the reduction itself.",
     )
     # of very many ranks it is known in every step, and how long that took of the first rank only
-    clock = f"max({q.rate('ddpdebug_step_seconds_sum')})"
-    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / on () group_left () {clock}"
+    clock = f"scalar(max({q.rate('ddpdebug_step_seconds_sum')}))"
+    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / {clock}"
     made.add(
         lines(
             [(q.worst(5, cost), "rank {{rank}}"), (q.of_run("run:ddpdebug_straggler_cost:ratio5m"), "all ranks")],
