@@ -267,29 +267,42 @@ def _of_the_ranks() -> Iterator[Alert]:
         + " on gradients that the ranks do not share, or that no DDP has reduced."
         + _cause("SYNC"),
     )
+    # the first step tells nothing of how long others take: before one more has ended half an hour is too long
+    since, timed = "run:ddpdebug_seconds_since_step:min", "run:ddpdebug_step_seconds:mean > 0"
     behind = f"max by (rank) (ddpdebug_step{{{_THIS}}}) < scalar(max(ddpdebug_step{{{_THIS}}}))"
     yield Alert(
         name="DdpdebugStalled",
         expr=(
-            "((run:ddpdebug_seconds_since_step:min > 300) and "
-            f"(run:ddpdebug_seconds_since_step:min > 20 * run:ddpdebug_step_seconds:mean)) {_ALIVE}"
+            f"(({since} > 300 and {since} > 20 * run:ddpdebug_step_seconds:mean) "
+            f"or ({since} > 1800 unless on (run_id) {timed})) {_ALIVE}"
         ),
         severity="critical",
         summary="{run} has not stepped for {{ humanizeDuration $value }}",
         description=(
-            "No rank of {run} has finished a step for {{ humanizeDuration $value }}, more than 20 of its steps take,"
-            " although its endpoints answer: " + _ranks(behind, "is", "are", "no rank is") + " behind the others."
+            "No rank of {run} has finished a step for {{ humanizeDuration $value }}"
+            + _ask(
+                f"run:ddpdebug_step_seconds:mean{{{_THIS}}} > 0",
+                ", more than 20 of its steps take",
+                ", since its first one",
+            )
+            + ", although its endpoints answer: "
+            + _ranks(behind, "is", "are", "no rank is")
+            + " behind the others."
         ),
     )
-    each = f"sum by (rank, phase) (rate(ddpdebug_own_seconds_total{{{_THIS}}}[5m]))"
-    slowest = f"on (rank) topk(1, run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}})"
+    # of very many ranks the times of most are those of few steps: who costs most is known in each step
+    many = f'on (run_id) ddpdebug_all_ranks_mean_straggler_cost_seconds{{{_THIS}, stat="max"}}'
+    works = (
+        f"run_rank:ddpdebug_straggler_cost:worst5m{{{_THIS}}} > 0.1 and {many} or "
+        f"run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}} - scalar(run:ddpdebug_own_seconds:usual5m{{{_THIS}}}) "
+        f"> 0.1 * scalar(run:ddpdebug_step_seconds:mean5m{{{_THIS}}}) unless {many}"
+    )
+    steps = f"max by (rank) (rate(ddpdebug_step_seconds_count{{{_THIS}}}[5m])) > 0"
+    each = f"sum by (rank, phase) (rate(ddpdebug_own_seconds_total{{{_THIS}}}[5m])) / on (rank) group_left () ({steps})"
+    slowest = f"on (rank) topk(1, {works})"
     usual = f"quantile by (phase) (0.5, {each} unless {slowest})"
     phase = f"topk(1, ({each} and {slowest}) - on (phase) group_left () {usual}) > 0"
     share = f"run_rank:ddpdebug_straggler_cost:worst5m{{{_THIS}}} > 0.01"
-    works = (
-        f"run_rank:ddpdebug_own_seconds:mean5m{{{_THIS}}} - scalar(run:ddpdebug_own_seconds:usual5m{{{_THIS}}}) "
-        f"> 0.1 * scalar(run:ddpdebug_step_seconds:mean5m{{{_THIS}}})"
-    )
     yield Alert(
         name="DdpdebugStraggler",
         expr=f"run:ddpdebug_straggler:ratio > 0.1 {_ALIVE}",
@@ -300,7 +313,9 @@ def _of_the_ranks() -> Iterator[Alert]:
         description=(
             "For 10 minutes, "
             + _ranks(works, "of {run} works", "of {run} work", "a rank of {run} works")
-            + " longer by itself than the median of the others, by up to {{ humanizePercentage $value }} of a step"
+            + " longer by itself than "
+            + _ask(many.removeprefix("on (run_id) "), "any other", "the median of the others")
+            + ", by up to {{ humanizePercentage $value }} of a step"
             + _ask(phase, ", most of it" + _IN_PHASE)
             + ". All others wait."
             + _ask(share, _COSTS)

@@ -144,8 +144,9 @@ times.
 
 - own time of a step, by rank: `sum by (run_id, run, rank) (rate(ddpdebug_own_seconds_total[5m])) / max by (run_id, run,
   rank) (rate(ddpdebug_step_seconds_count[5m]))`
-- what a rank costs, as a share of the time of its steps: `rate(ddpdebug_straggler_cost_seconds_total[5m]) /
-  rate(ddpdebug_step_seconds_sum[5m])`
+- what a rank costs, as a share of the time of the run's steps: `rate(ddpdebug_straggler_cost_seconds_total[5m]) / on
+  (run_id, run) group_left () max by (run_id, run) (rate(ddpdebug_step_seconds_sum[5m]))`. Where rank 0 speaks for many,
+  the cost counts in every step, and the time in every step of rank 0 only: by its own time a rank would cost too much
 - the share that waits for the loader: `rate(ddpdebug_phase_seconds_sum{{phase="data"}}[5m]) / ignoring (phase)
   rate(ddpdebug_step_seconds_sum[5m])`
 

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 
 from ddpdebug.schema import pace
 from ddpdebug.schema.step import Step
@@ -45,7 +45,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:
-    """One rank over all steps that were looked at; seconds of a step are means."""
+    """One rank over all steps that were looked at; seconds of a step are means, of steps with the rows of all ranks.
+
+    They are NaN where no such step has the rank.
+    """
 
     rank: int
     cost: float  # seconds in all
@@ -57,38 +60,52 @@ class RankPace:
 
 
 class PaceHistory:
-    """The own times of all ranks, summed over spans of steps that are joined as the run grows."""
+    """The own times of all ranks, summed over spans of steps that are joined as the run grows.
+
+    Ranks are compared in whole steps. Of very many ranks most steps have a few rows, of ranks that were first in
+    something: these tell what the slowest cost, and the lowest rank, which is always there, how long the step took.
+
+    Attributes:
+        steps: that were looked at.
+        whole: those of them that have the rows of all ranks.
+        ranks: how many were seen, or would be if none were missing in between.
+    """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.whole = self.ranks = 0
         self._width = 1  # steps of a span
         self._spans: list[tuple[int, int, array[float]]] = []  # first step, last step, sums of rank after rank
         self._open = 0  # steps in the newest span
+        self._lowest = array("d")  # sums of the lowest rank in steps of chosen rows
         self._costs: dict[int, float] = {}
         self._lasts: dict[int, int] = {}
-        self._waited = self._length = 0.0  # of all ranks
+        self._waited = self._length = 0.0  # seconds of all steps, of the mean rank
 
     def add(self, step: Step) -> None:
         """Take a step; the first one, and one of unknown time, are left out."""
         own = {rank: seconds for rank, seconds in pace.own_times(step).items() if rank < _MAX_RANKS}
-        if not own:
+        timed = [rank for rank in own if rank == min(step.rows) or not step.chosen]
+        if not timed:
             return
         if not self._spans or self._open >= self._width:
             self._spans.append((step.step, step.step, array("d")))
             self._open = 0
-        first, _, sums = self._spans[-1]
-        for rank, seconds in own.items():
+        first, _, spanned = self._spans[-1]
+        sums = self._lowest if step.chosen else spanned
+        for rank in timed:
             if (missing := (rank + 1) * _SUMS - len(sums)) > 0:
                 sums.extend([0.0] * missing)
             row, at = step.rows[rank], rank * _SUMS
             fed = float(row.data_seconds >= 0)
-            for i, value in enumerate((1.0, fed, row.step_seconds, seconds, *row.own_phases.values())):
+            for i, value in enumerate((1.0, fed, row.step_seconds, own[rank], *row.own_phases.values())):
                 sums[at + i] += value
-            self._waited += row.step_seconds - seconds
-            self._length += row.step_seconds
-        self._spans[-1] = first, step.step, sums
+        self._waited += fmean(step.rows[rank].step_seconds - own[rank] for rank in timed)
+        self._length += fmean(step.rows[rank].step_seconds for rank in timed)
+        self._spans[-1] = first, step.step, spanned
         self._open += 1
         self.steps += 1
+        self.whole += not step.chosen
+        self.ranks = max(self.ranks, *(rank + 1 for rank in own))
         for rank, cost in pace.costs(own).items():
             self._costs[rank] = self._costs.get(rank, 0.0) + cost
         if len(own) > 1:
@@ -104,14 +121,9 @@ class PaceHistory:
         self._width *= 2
 
     @property
-    def ranks(self) -> int:
-        """How many ranks were seen, or would be if none were missing in between."""
-        return max((len(sums) // _SUMS for _, _, sums in self._spans), default=0)
-
-    @property
     def step_seconds(self) -> float:
         """The mean time of a step; NaN where none is known."""
-        return _mean(self._whole, _STEP)
+        return self._length / self.steps if self.steps else math.nan
 
     @property
     def waiting(self) -> float:
@@ -121,7 +133,7 @@ class PaceHistory:
     @property
     def data(self) -> float:
         """The share of its steps that the median rank waited for its loader; NaN where no loader was seen."""
-        whole = self._whole
+        whole = _added(self._whole, self._lowest)
         ranks = [rank for rank in _known(whole) if _of(whole, rank, _FED) and _of(whole, rank, _STEP) > 0]
         found = [_of(whole, rank, _PHASES) / _of(whole, rank, _STEP) for rank in ranks]
         return median_low(found) if found else math.nan
@@ -135,19 +147,21 @@ class PaceHistory:
 
     def totals(self) -> list[RankPace]:
         """Return the ranks, those that cost most first."""
-        whole, length = self._whole, self.step_seconds * self.steps
+        cells = {cell.rank: cell for cell in _cells(self._whole)}
+        unknown = Cell(rank=-1, own=math.nan, excess=math.nan, noise=math.nan, phase="")
         return sorted(
             (
                 RankPace(
-                    rank=cell.rank,
-                    cost=(cost := self._costs.get(cell.rank, 0.0)),
-                    share=cost / length if length else 0.0,
-                    last=self._lasts.get(cell.rank, 0) / self.steps,
+                    rank=rank,
+                    cost=(cost := self._costs.get(rank, 0.0)),
+                    share=cost / self._length if self._length else 0.0,
+                    last=self._lasts.get(rank, 0) / self.steps,
                     own=cell.own,
                     excess=cell.excess,
                     phase=cell.phase,
                 )
-                for cell in _cells(whole)
+                for rank in cells.keys() | self._costs.keys()
+                for cell in (cells.get(rank, unknown),)
             ),
             key=lambda found: (-found.cost, found.rank),
         )
@@ -158,7 +172,7 @@ class PaceHistory:
         return [range(first, min(first + width, self.ranks)) for first in range(0, self.ranks, width)]
 
     def spans(self) -> Iterator[tuple[int, int, dict[int, Cell]]]:
-        """Yield of each span its first and last step, and row -> the rank in it that is slowest."""
+        """Yield of each span its first and last step, and row -> the rank in it that is slowest, in whole steps."""
         width = max(1, math.ceil(self.ranks / ROWS))
         for first, last, sums in self._spans:
             cells: dict[int, Cell] = {}
@@ -194,12 +208,6 @@ def _known(sums: Sequence[float]) -> list[int]:
 
 def _of(sums: Sequence[float], rank: int, what: int) -> float:
     return sums[rank * _SUMS + what]
-
-
-def _mean(sums: Sequence[float], what: int) -> float:
-    ranks = _known(sums)
-    count = sum(_of(sums, rank, _COUNT) for rank in ranks)
-    return sum(_of(sums, rank, what) for rank in ranks) / count if count else math.nan
 
 
 def _added(one: array[float], two: array[float]) -> array[float]:

@@ -148,10 +148,18 @@ def _slowness(history: History, steps: tuple[int, int], marks: Mapping[int, str]
         " every step: ranks that cost about the same are noise, or batches of uneven length; one that costs much more"
         " than the others is slow.</p>"
     )
-    return f"{head}{heat_map(pace, steps, marks)}{table}{note}"
+    if pace.whole < pace.steps:
+        note += (
+            f"<p>Ranks are compared in {counted(pace.whole, 'step')}, of which all rows are kept; what they cost,"
+            " and in what share of the steps they are last, is of all.</p>"
+        )
+    drawn = heat_map(pace, steps, marks) if pace.whole else ""
+    return f"{head}{drawn}{table}{note}"
 
 
 def _above(excess: float) -> str:
+    if math.isnan(excess):
+        return ""
     return f"{percent(excess)} of a step" if excess >= _LITTLE else "not"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from functools import partial
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,55 @@ def test_a_colour_means_the_same_everywhere() -> None:
         walk(board["panels"])
     assert {word: colors for word, colors in words.items() if len(colors) > 1} == {}
     assert words["agree"] != words["differ"]
+
+
+def of_series(board: str, title: str, series: dict[str, str], expected: list[dict[str, float]]) -> dict[str, Any]:
+    """Return a case for promtool: what the queries of a panel say after an hour of a run `r` with these series."""
+    (panel,) = (panel for panel in panels(DASHBOARDS[board]) if panel["title"] == title)
+    values = {"$__rate_interval": "4m", "$__range": "1h", "$run": "r", "$rank": ".+"}
+    queries = [
+        reduce(lambda text, pair: text.replace(*pair), values.items(), str(target["expr"]))
+        for target in panel["targets"]
+    ]
+    found = [
+        {
+            "expr": f"round({query}, 0.001)",
+            "eval_time": "60m",
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
+        }
+        for query, samples in zip(queries, expected, strict=True)
+    ]
+    inputs = [{"series": name, "values": f"{line}x60"} for name, line in series.items()]
+    return {"interval": "1m", "input_series": inputs, "promql_expr_test": found}
+
+
+def test_what_queries_say_of_steps_that_are_not_timed(need: Callable[[str], str], tmp_path: Path) -> None:
+    """A run that has stopped after its first step is red; of very many ranks rank 0 knows how long each step took."""
+    since, mean, state = (
+        f"run:ddpdebug_{name}{{run_id='r'}}"
+        for name in ("seconds_since_step:min", "step_seconds:mean", "run_state:max")
+    )
+    stepping, late, stalled = ({"{}": 60.0}, {}, {}, {}), ({}, {"{}": 60.0}, {}, {}), ({}, {}, {"{}": 2000.0}, {})
+    cases = [
+        of_series(
+            "overview", "Last step ago", {since: f"{seconds}+0", mean: f"{usual}+0", state: "1+0"}, list(expected)
+        )
+        for seconds, usual, expected in (
+            (60, "NaN", stepping),
+            (60, "200", stepping),
+            (60, "1", late),
+            (2000, "NaN", stalled),
+            (2000, "1", stalled),
+        )
+    ]
+    # rank 37 costs a fifth of each step; the rows of all ranks are there of one of 60
+    grown = {("step_seconds_sum", 0): 12, ("step_seconds_sum", 37): 0.2, ("straggler_cost_seconds_total", 37): 2.4}
+    series = {f"ddpdebug_{name}{{run_id='r', rank='{rank}'}}": f"0+{each}" for (name, rank), each in grown.items()}
+    cases.append(of_series("ranks", "What slow ranks cost over time", series, [{'{rank="37"}': 0.2}, {}]))
+    file = tmp_path / "cases.json"  # which is YAML
+    file.write_text(json.dumps({"evaluation_interval": "1m", "tests": cases}))
+    done = subprocess.run([need("promtool"), "test", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_links_lead_to_dashboards_that_exist() -> None:

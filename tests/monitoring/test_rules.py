@@ -104,7 +104,7 @@ def test_only_metrics_that_exist_are_watched() -> None:
         known |= {"ddpdebug_host_memory_limit_bytes", "ddpdebug_device_memory_limit_bytes"}
     # rank 0 tells of all ranks of a large world in the same words
     known |= {name.replace("ddpdebug_", "ddpdebug_all_ranks_", 1) for name in known}
-    known |= {f"ddpdebug_all_ranks_mean_{what}_seconds" for what in ("phase", "own")}
+    known |= {f"ddpdebug_all_ranks_mean_{what}_seconds" for what in ("phase", "own", "straggler_cost")}
     recorded = {rule["record"] for rule in RULES if "record" in rule}
     used = {name for rule in RULES for name in re.findall(r"(?:\w+:)?ddpdebug_[\w:]+", rule["expr"])}
     assert used - known - recorded == set()

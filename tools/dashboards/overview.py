@@ -150,7 +150,9 @@ def _progress_tiles(made: Board) -> None:
     )
     since = q.of_run("run:ddpdebug_seconds_since_step:min")
     step = q.of_run("run:ddpdebug_step_seconds:mean")
-    late, stalled = f"({since} > 30 and {since} > 20 * {step})", f"({since} > 300 and {since} > 20 * {step})"
+    # as the alert: before a second step has ended nobody knows how long one takes
+    alone = f"({since} > 1800 unless {step} > 0)"
+    late, stalled = (f"(({since} > {least} and {since} > 20 * {step}) or {alone})" for least in (30, 300))
     made.add(
         graded(
             [
@@ -164,7 +166,8 @@ def _progress_tiles(made: Board) -> None:
         ),
         "Last step ago",
         "Time since the last optimizer step of any rank. Yellow: longer than 20 steps take and half a minute, as in "
-        "evaluation or a checkpoint. Red: more than 5 minutes; Waiting says whether a rank is missing.",
+        "evaluation or a checkpoint. Red: more than 5 minutes, or half an hour after the first step; Waiting says "
+        "whether a rank is missing.",
     )
 
 

@@ -51,8 +51,9 @@ def board() -> Board:
             missing="no steps",
         ),
         "Slowest rank above the median",
-        "By how much the slowest rank's own time is longer than the median of the others', as a share of the step. The "
-        "alert DdpdebugStraggler fires from 10 % on.",
+        "By how much the slowest rank's own time is longer than the median of the others', as a share of the step; of "
+        "more than 64 ranks behind one endpoint, than the next slowest one's. The alert DdpdebugStraggler fires from "
+        "10 % on.",
     )
     made.add(
         tile(
@@ -92,7 +93,9 @@ def board() -> Board:
         "Of the slowest rank and the median of the others, and how long the median rank waits. Slow ranks make the gap "
         "and the waiting; waiting without a gap is the reduction itself.",
     )
-    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / {_LENGTH}"
+    # of very many ranks it is known in every step, and how long that took of the first rank only
+    clock = f"scalar(max({q.rate('ddpdebug_step_seconds_sum')}))"
+    cost = f"max by (rank) ({q.rate('ddpdebug_straggler_cost_seconds_total', q.RANKS)}) / {clock}"
     made.add(
         lines(
             [(q.worst(5, cost), "rank {{rank}}"), (q.of_run("run:ddpdebug_straggler_cost:ratio5m"), "all ranks")],

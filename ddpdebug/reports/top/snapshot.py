@@ -48,7 +48,7 @@ class RankView:
     mean_seconds: float = math.nan  # of the steps that `own_seconds` is the mean of
     own_seconds: float = math.nan  # of these, what it did not wait for others
     wait_seconds: float = math.nan  # ... and what it did
-    cost: float = math.nan  # share of the time of its steps that they would have been shorter without it
+    cost: float = math.nan  # share of the time of the run's steps that they would have been shorter without it
     last: float = math.nan  # share of the steps in which it was the slowest
     host: float = math.nan
     device: float = math.nan
@@ -317,11 +317,13 @@ class _Gathered:
 
     def snapshot(self, title: str) -> Snapshot:
         """Return what was gathered."""
+        # a rank that speaks for very many knows what each costs in every step, and how long most took in few of them
+        longest = max((value for (_, name), value in self.sums.items() if name == "step_seconds_sum"), default=0.0)
         for rank, view in self.views.items():
             count, seconds, own, wait, cost = (self.sums.get((rank, name), math.nan) for name in _SUMMED)
-            count, seconds = count or math.nan, seconds or math.nan
+            count = count or math.nan
             view.step_seconds = view.mean_seconds = seconds / count
-            view.own_seconds, view.wait_seconds, view.cost = own / count, wait / count, cost / seconds
+            view.own_seconds, view.wait_seconds, view.cost = own / count, wait / count, cost / (longest or math.nan)
         return Snapshot(
             title=title,
             world=self.world,

@@ -67,15 +67,18 @@ class Recent:
         then, nothing = self._pasts[0][1], _Past()
         self.steps, self.phases, self.nonfinite = {}, {}, {}
         self.own, self.waits, self.costs = {}, {}, {}
+        # what a rank costs is known of every step, its times of those of which its row is not here for being slow
+        longest = max((state.step_count - then.get(rank, nothing).steps for rank, state in ranks.items()), default=0)
         for rank, state in ranks.items():
             past = then.get(rank, nothing)
+            if longest > 0:
+                self.costs[rank] = (state.cost_seconds - past.cost_seconds) / longest
             if (count := state.step_count - past.steps) > 0:
                 self.steps[rank] = (state.step_seconds - past.step_seconds) / count
                 self.own[rank] = (sum(state.own_seconds) - sum(past.own_seconds)) / count
                 self.waits[rank] = {
                     kind: (state.wait_seconds[i] - past.wait_seconds[i]) / count for i, kind in enumerate(WAITS)
                 }
-                self.costs[rank] = (state.cost_seconds - past.cost_seconds) / count
             self.phases[rank] = {
                 phase: (state.phase_seconds[i] - past.phase_seconds[i]) / count
                 for i, phase in enumerate(PHASES)

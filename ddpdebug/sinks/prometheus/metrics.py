@@ -672,7 +672,7 @@ def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     text = (
         "Seconds by which the rank made steps longer: its own time above the next slowest rank's, summed over the"
         " steps but the first in which it was last. Somebody is last in every step, so noise costs something in a"
-        " healthy run too: read it as a share of ddpdebug_step_seconds_sum, beside the other ranks'."
+        " healthy run too: read it as a share of the run's largest ddpdebug_step_seconds_sum, beside the other ranks'."
     )
     yield from of.counter("ddpdebug_straggler_cost_seconds", text, (((rank,), s.cost_seconds) for rank, s in ranks))
 
