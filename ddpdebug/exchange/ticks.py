@@ -265,8 +265,7 @@ class Exchange:
         while self._thread.is_alive() and time.monotonic() < until and not self._unanswered():
             self._thread.join(0.1)
         if self._thread.is_alive():
-            self._drop_group()
-            self._thread.join(_DROP_SECONDS)
+            self._thread.join(_DROP_SECONDS if self._drop_group() else 0.3)
         return not self._thread.is_alive() or self._lose(self.unmet(), unmet=True)
 
     def _unanswered(self) -> bool:
@@ -325,12 +324,13 @@ class Exchange:
             self._on_lost(reason)
         return True
 
-    def _drop_group(self) -> None:
-        """Let the others' gathers fail now, so that they learn of it."""
+    def _drop_group(self) -> bool:
+        """Let the others' gathers fail now, so that they learn of it; return whether there was a group."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):
                 group.close()
+        return group is not None
 
     def _word_of_others(self) -> str | None:
         """Return why another rank gave up, where that is why our gather failed.
