@@ -62,8 +62,9 @@ def test_a_finding_names_the_host(tmp_path: Path, words: tuple[str, ...]) -> Non
     assert "step 0 · rank 2 (node-b)" in outcome.text
 
 
-@pytest.mark.parametrize("words", TREES)
-@pytest.mark.parametrize("names", [{"own": "127.0.1.1"}, {}], ids=["loopback", "unknown"])
+@pytest.mark.parametrize(
+    ("names", "words"), [({"own": "127.0.1.1"}, TREES[0]), ({}, TREES[1])], ids=["loopback", "unknown"]
+)
 def test_names_that_lead_nowhere(tmp_path: Path, names: dict[str, str], words: tuple[str, ...]) -> None:
     """Where the job's own backend does not ask for a host's name, its ranks are compared all the same."""
     with hosts(2, names=names) as at:
@@ -79,8 +80,9 @@ def test_the_first_host_reaches_the_store_by_loopback(tmp_path: Path) -> None:
     assert [(found["code"], found["ranks"]) for found in outcome.findings[:1]] == [("RANK104", [2])], outcome.text
 
 
-@pytest.mark.parametrize("words", TREES)
-@pytest.mark.parametrize("link", [Link(delay=0.02), Link(loss=0.02)], ids=["slow", "lossy"])
+@pytest.mark.parametrize(
+    ("link", "words"), [(Link(delay=0.02), TREES[1]), (Link(loss=0.02), TREES[0])], ids=["slow", "lossy"]
+)
 def test_a_bad_link(tmp_path: Path, link: Link, words: tuple[str, ...]) -> None:
     """It makes the job slow, and nothing is accused of it in so few steps."""
     with hosts(2, link) as at:
