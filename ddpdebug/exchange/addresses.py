@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import Any
 
 #: The port that throws away what it is sent; nothing is.
 _DISCARD = 9
@@ -20,11 +21,24 @@ def address_towards(host: str) -> str:
     if not host:
         return ""
     with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as asking:
+        for family, place in _places(host):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
                 asking.connect(place)  # of a datagram socket: looks for the way and sends nothing
                 return str(asking.getsockname()[0])
     return ""
+
+
+def _places(host: str) -> list[tuple[int, Any]]:
+    """Return the families and addresses of a host.
+
+    No name is resolved where none needs to be: that may take long, and for ever in a process that was forked while
+    another thread resolved one.
+    """
+    numeric = "127.0.0.1" if host == "localhost" else host
+    with suppress(ValueError):  # a name, or an address with a scope
+        version = ip_address(numeric if "%" not in numeric else "").version
+        return [(socket.AF_INET if version == 4 else socket.AF_INET6, (numeric, _DISCARD))]
+    return [(family, place) for family, *_, place in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)]
 
 
 def elsewhere(addresses: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from ddpdebug.sinks.text import ranks_text
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
 _POLLS_PER_SECOND = 1024  # of all ranks together
-_AT_ONCE = 256  # keys of other ranks that rank 0 reads, or sets, in one operation, where they are so many
+_AT_ONCE = 256  # keys of other ranks that rank 0 reads, or sets, in one operation
 #: Whoever is not answered queues up again: a process that stood still between two operations may have been overlooked.
 _AGAIN_SECONDS, _AGAIN_POLLS = 30.0, 10
 #: After so long it is looked whether a rank that is missing left the key by which version 0.1.0 tells that it is there.
@@ -82,7 +82,6 @@ class RollCall:
         self._arrivals: dict[int, dict[str, Any]] = {}
         # rank 0, for whom all others wait, is one alone
         self._longest = max(_LONGEST_SECONDS, world / _POLLS_PER_SECOND if rank else 0.0)
-        self._at_once = _AT_ONCE if world >= _AT_ONCE else 1  # fewer are met by the operations that every store has
         self._again = max(_AGAIN_SECONDS, _AGAIN_POLLS * self._longest)
 
     def meet(self) -> str:
@@ -220,8 +219,7 @@ class RollCall:
         last = int(self._store.add(f"{self._base}/tickets", 0))
         tickets = sorted(self._holes | set(range(self._tickets_read + 1, last + 1)))
         self._holes.clear()
-        size = self._at_once
-        blocks = (tickets[start : start + size] for start in range(0, len(tickets), size))
+        blocks = (tickets[start : start + _AT_ONCE] for start in range(0, len(tickets), _AT_ONCE))
         for signature in chain.from_iterable(map(self._signatures, blocks)):
             arrival = json.loads(signature)
             rank, nonce = int(arrival["rank"]), arrival["nonce"]
@@ -241,7 +239,7 @@ class RollCall:
         """Return what stands under tickets, in their order; those that nobody has signed yet are looked at again."""
         keys = [f"{self._base}/arrival/{ticket}" for ticket in tickets]
         if self._store.check(keys):
-            found: list[bytes] = [self._store.get(*keys)] if len(keys) == 1 else self._store.multi_get(keys)
+            found: list[bytes] = self._store.multi_get(keys)
             return found
         if len(tickets) == 1:
             self._holes.update(tickets)
@@ -268,12 +266,9 @@ class RollCall:
         text = json.dumps(answer)
         nonces = [arrival["nonce"] for rank, arrival in self._arrivals.items() if rank != 0]
         keys = [f"{self._base}/answer/{nonce}" for nonce in nonces]
-        for start in range(0, len(keys), self._at_once):
-            some = keys[start : start + self._at_once]
-            if len(some) == 1:
-                self._store.set(some[0], text)
-            else:
-                self._store.multi_set(some, [text] * len(some))
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE]
+            self._store.multi_set(some, [text] * len(some))
 
 
 def disagreement(identities: Mapping[int, Mapping[str, Any]]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from ddpdebug.exchange.addresses import address_towards, elsewhere, listening_address
@@ -34,3 +36,10 @@ def test_the_address_towards_a_host() -> None:
     """A name that does not resolve is none."""
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("") == address_towards("no.such.host.invalid") == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_no_name_is_resolved_on_one_host(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """A resolver's lock may be held for ever in a process that was forked."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("resolved"))
+    assert address_towards(host) in {"127.0.0.1", "::1", ""}
