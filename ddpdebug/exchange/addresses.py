@@ -31,8 +31,7 @@ def address_towards(host: str) -> str:
 def _places(host: str) -> list[tuple[int, Any]]:
     """Return the families and addresses of a host.
 
-    No name is resolved where none needs to be: that may take long, and for ever in a process that was forked while
-    another thread resolved one.
+    No name is resolved where none needs to be: that may take long.
     """
     numeric = "127.0.0.1" if host == "localhost" else host
     with suppress(ValueError):  # a name, or an address with a scope

@@ -40,6 +40,6 @@ def test_the_address_towards_a_host() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_no_name_is_resolved_on_one_host(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """A resolver's lock may be held for ever in a process that was forked."""
+    """Resolving may take long."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("resolved"))
     assert address_towards(host) in {"127.0.0.1", "::1", ""}

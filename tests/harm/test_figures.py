@@ -25,7 +25,14 @@ def _both(script: str, args: list[str], options: list[str], folder: Path, **more
     jobs = []
     for name, given in (("plain", None), ("watched", ["--every-step", *options])):
         (folder / name).mkdir(parents=True)
-        job = {"script": script, "args": args, "options": given, "cwd": str(folder / name), "patient": True}
+        job = {
+            "script": script,
+            "args": args,
+            "options": given,
+            "cwd": str(folder / name),
+            "patient": True,
+            "meets": True,
+        }
         jobs.append({**job, **more})
     return jobs
 
