@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import Finding
 from ddpdebug.diagnosis.engine import Diagnosis
-from ddpdebug.schema.announcements import End, Failure, Hang
+from ddpdebug.schema.announcements import End, Failure
 
 _LOST = "exception: RuntimeError: [/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4321. "
 _RULE = next(rule for rule in catalog() if rule.code == "FAIL1024")
@@ -61,35 +60,3 @@ def test_ranks_that_raise_alike_have_not_left_each_other() -> None:
     """An error of all ranks is no departure."""
     same = Failure(reason="exception: KeyError: 'labels'", raised_in=0)
     assert _job((0, same), (1, same), world=2) == []
-
-
-_GONE = Hang(kind="left", step=7, ranks=(1,), where={"1": "it has ended: exception: KeyError: 'labels'"})
-_OWN = Failure(reason="exception: KeyError: 'labels'", raised_in=7, location="train.py:31", phase="between")
-
-
-def _told(*known: tuple[int, Any]) -> list[Finding]:
-    """Return what all rules say of what is told one after the other."""
-    diagnosis = Diagnosis(world=3, config={"world": 3})
-    told = []
-    for rank, announcement in known:
-        diagnosis.tell(announcement.topic, rank, announcement)
-        told += diagnosis.tick()
-    told += diagnosis.finish()
-    return list({finding.id: finding for finding, _ in told}.values())
-
-
-def test_who_has_left_is_told_once_whatever_comes_first() -> None:
-    """The error of the others, or that they have lost the rank: the second is a consequence of the first."""
-    (found,) = _told((1, _OWN), (0, _victim()), (0, _GONE))
-    assert (found.code, found.ranks) == ("FAIL1024", (1,))
-    assert found.evidence["consequences"] == ["HANG503 since step 7"]
-    (found,) = _told((0, _GONE), (1, _OWN), (0, _victim()))
-    assert (found.code, found.ranks) == ("HANG503", (1,))
-    assert found.evidence["consequences"] == ["FAIL1024 since step 7"]
-
-
-@pytest.mark.parametrize("hang", [replace(_GONE, ranks=(2,)), replace(_GONE, waits={"2": "all_reduce #6"}, waited=2.0)])
-def test_what_the_error_does_not_say_is_a_finding_of_its_own(hang: Hang) -> None:
-    """That another rank has left, or that ranks wait for it still: who asked for that ends the job then."""
-    found = _told((1, _OWN), (0, _victim()), (0, hang))
-    assert [(one.code, one.ranks) for one in found] == [("FAIL1024", (1,)), ("HANG503", hang.ranks)]

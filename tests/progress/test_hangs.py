@@ -216,6 +216,9 @@ def test_stops_are_found(cases: tuple[Fault, ...], results: dict[Job, Result]) -
     wrong = {case.name: told for case in cases if (told := _wrong(case, results[case.job()]))}
     print("\n".join(f"{name}: {told}" for name, told in wrong.items()))
     assert len(wrong) <= (1 - _REQUIRED) * len(cases), list(wrong)
+    of_kind = {case.kind: [other.name for other in cases if other.kind == case.kind] for case in cases}
+    never = [kind for kind, names in of_kind.items() if len(names) > 1 and {*names} <= {*wrong}]
+    assert never == []  # twice is no chance
 
 
 @pytest.mark.slow

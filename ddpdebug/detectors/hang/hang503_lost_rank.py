@@ -66,10 +66,5 @@ class LostRank(HangRule):
             return 2
         return 1 if "finished" in told else None
 
-    def explained_by(self, finding: Finding, cause: Finding) -> bool:
-        """Nothing is new where the others' error has named the rank; that ranks wait for it is, and may be acted on."""
-        known = {*finding.ranks} <= {*cause.ranks} and "waiting" not in finding.evidence
-        return known or cause.code != "FAIL1024"
-
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.ranks,)  # a rank leaves once, whoever says so after those that have said it have ended too
