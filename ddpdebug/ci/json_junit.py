@@ -35,6 +35,7 @@ def to_json(verdict: Verdict, run: str | None) -> str:
         "blamed": list(verdict.blamed),
         "hang": None if verdict.hang is None else {"code": verdict.hang.code, "story": list(verdict.story)},
         "notes": list(verdict.notes),
+        "ignored": dict(verdict.ignored),
         "not_checked": list(verdict.unchecked),
         "coverage": None if verdict.coverage is None else verdict.coverage.to_json(),
         "self_test": [

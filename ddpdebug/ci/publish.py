@@ -30,6 +30,7 @@ from ddpdebug.run_directory.reader import (
     read_check,
     read_ends,
     read_findings,
+    read_ignored,
     read_outcomes,
     read_run,
     read_spawned,
@@ -38,7 +39,7 @@ from ddpdebug.run_directory.reader import (
 from ddpdebug.schema.coverage import Coverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.fanout import redacted_finding
-from ddpdebug.sinks.text import clean, subjects, where
+from ddpdebug.sinks.text import clean, ignored_texts, subjects, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,8 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         script=None if witness is None else witness.script,
         damage=damage(directory) if written else [f"{RUN} cannot be read"] if unreadable else (),
     )
+    ignored = read_ignored(directory) if written else {}
+    verdict = replace(verdict, ignored=ignored, notes=(*verdict.notes, *ignored_texts(ignored)))
     return with_coverage(verdict, coverage, required=require_checks)
 
 

@@ -73,6 +73,7 @@ class Verdict:
         outcomes: the ranks' own accounts, where they could give one.
         blamed: the ranks that failed, were lost or hang.
         notes: what else a reader should know.
+        ignored: the entries of `ignore`, with the number of findings that each has kept silent.
         proofs: what `--self-test` has shown.
         golden: what came of comparing with a recorded path.
         coverage: what was looked at; None where nothing tells.
@@ -87,6 +88,7 @@ class Verdict:
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
     blamed: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    ignored: Mapping[str, int] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
     golden: Comparison | None = None
     coverage: Coverage | None = None

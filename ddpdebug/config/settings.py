@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ddpdebug.config import parsing as kinds
 from ddpdebug.config.parsing import Kind
+from ddpdebug.detectors import ignored
 from ddpdebug.detectors.thresholds import assignments
 from ddpdebug.errors import UsageError, did_you_mean
 
@@ -48,6 +49,7 @@ def _option(default: Any, kind: Kind, text: str, *, commands: tuple[str, ...] = 
 
 
 _THRESHOLD = Kind(assignments, "NAME=VALUE, several separated by commas")
+_IGNORED = Kind(ignored.entries, "CODE or CODE:NAME with or without a reason after a #")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,12 @@ class Config:
         None,
         _THRESHOLD,
         "Adjust a threshold of the rules about training and its data (docs/thresholds.md); may be repeated.",
+    )
+    ignore: tuple[str, ...] | None = _option(
+        None,
+        _IGNORED,
+        "Say nothing of a finding, CODE or CODE:NAME (a parameter, module, file or line; * and ? as in a shell), with "
+        "a reason after a #; it is counted, and kept in ignored.jsonl. May be repeated.",
     )
     validation_loss: str = _option(
         "modules",
@@ -282,7 +290,11 @@ class Config:
                 continue  # as if not given
             flag = "--" + name.replace("_", "-")
             parsed = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
-            values[name] = {**values.get(name, {}), **parsed} if isinstance(parsed, dict) else parsed
+            if isinstance(parsed, dict):
+                parsed = {**values.get(name, {}), **parsed}
+            elif isinstance(parsed, tuple):
+                parsed = tuple(dict.fromkeys((*values.get(name, ()), *parsed)))
+            values[name] = parsed
         if command == "check" and not {"every_step", "budget"} & values.keys():
             values["every_step"] = True
         alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
@@ -303,7 +315,7 @@ def options(command: str | None = None) -> list[Option]:
         about = entry.metadata
         if command is None or command in about["commands"]:
             kind = about["kind"]
-            special = kind is kinds.SWITCH, kind is _THRESHOLD
+            special = kind is kinds.SWITCH, kind in {_THRESHOLD, _IGNORED}
             result.append(Option(entry.name, about["help"], kind.valid, about["commands"], *special))
     return result
 

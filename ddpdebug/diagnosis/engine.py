@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ddpdebug.detectors.base import Detector, RankClasses
 from ddpdebug.detectors.catalog import catalog
+from ddpdebug.detectors.ignored import read
 from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.diagnosis.local_steps import LocalSteps, mark, unmarked
 from ddpdebug.diagnosis.places import Places
@@ -115,7 +116,7 @@ class Diagnosis:
         self._rules = sorted(rules, key=lambda rule: rule.code)
         self._seeing_all = frozenset(rule.code for rule in self._rules if _sees_every_step(rule))
         self._on_trouble = on_trouble
-        self._incidents = Incidents(world)
+        self._incidents = Incidents(world, read((config or {}).get("ignore")))
         self._queue: deque[_Queued] = deque()
         self._outbox: list[Request] = []
         self._judged = 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpdebug.schema.finding import Finding
-from ddpdebug.sinks import FindingRaised, Record
+from ddpdebug.sinks import FindingIgnored, FindingRaised, Record
 from ddpdebug.sinks.fanout import InOrder
 
 
@@ -33,7 +33,7 @@ class Reporter:
     def findings(self) -> list[Finding]:
         """What was found so far, oldest first."""
         with self._lock:
-            return list(self._known.values())
+            return [finding for finding in self._known.values() if not finding.ignored]
 
     def report(self, raised: Sequence[tuple[Finding, bool]]) -> list[Finding]:
         """Take findings from the diagnosis, (finding, new); return the new ones as they were written.
@@ -44,7 +44,7 @@ class Reporter:
         for finding, new in raised:
             with self._lock:
                 stamped = self._stamped(finding, new=new)
-            if new:
+            if new and not stamped.ignored:
                 fresh.append(stamped)
             self._records.drain()
         return fresh
@@ -58,7 +58,7 @@ class Reporter:
             time=self._clock() if known is None else known.time,
             run=self.run_id,
         )
-        self._records.put(FindingRaised(finding=stamped, new=new))
+        self._records.put(FindingIgnored(stamped) if stamped.ignored else FindingRaised(finding=stamped, new=new))
         return stamped
 
     def add(self, key: str, evidence: Mapping[str, Any]) -> None:

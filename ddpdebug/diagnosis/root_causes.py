@@ -8,11 +8,12 @@ A finding that an open incident explains becomes a consequence: evidence of that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.base import Detector, RankClasses
+from ddpdebug.detectors.ignored import Ignored
 from ddpdebug.schema.finding import Finding
 
 #: So many quiet steps close an incident. The patience doubles each time that the incident comes back.
@@ -178,10 +179,15 @@ def _is_back(incident: Incident, distance: int | None) -> bool:
 
 
 class Incidents:
-    """All groups; decides whether a finding is new, known or a consequence."""
+    """All groups; decides whether a finding is new, known or a consequence.
 
-    def __init__(self, world: int) -> None:
+    Args:
+        ignored: what nothing is said of. It explains nothing either: what follows from it would disappear with it.
+    """
+
+    def __init__(self, world: int, ignored: Sequence[Ignored] = ()) -> None:
         self.world = world
+        self._ignored = ignored
         self._groups: dict[tuple[str, int | None], Group] = {}
         self._numbers: dict[str, int] = {}
         self._new: list[Incident] = []
@@ -215,6 +221,9 @@ class Incidents:
         known = self._same(rule, finding, group)
         if known is not None:
             known.join(finding)
+            if known.finding.ignored and self._entry(known.finding) is None:  # more than was meant
+                known.finding = replace(known.finding, ignored=None)
+                self._new.append(known)
             if known not in group.incidents:
                 group.incidents.append(known)
             return
@@ -227,12 +236,15 @@ class Incidents:
             number = self._numbers[finding.code] = self._numbers.get(finding.code, 0) + 1
             # ranks that cannot talk find different hangs: these are numbered by who has judged them, "1:3"
             own = str(finding.evidence.get("hang") or number).replace(":", ".")
-            incident.finding = replace(finding, id=f"{finding.code}-{own}")
+            incident.finding = replace(finding, id=f"{finding.code}-{own}", ignored=self._entry(finding))
             self._new.append(incident)
             return
         incident.root = source
         source.top.add_consequence(finding)
         self._touched.append(source.top)
+
+    def _entry(self, finding: Finding) -> str | None:
+        return next((str(entry) for entry in self._ignored if entry.covers(finding)), None)
 
     def _open(self) -> list[Incident]:
         found = [incident for group in self._groups.values() for incident in group.incidents]
@@ -286,7 +298,8 @@ class Incidents:
         found = [
             c
             for c in (*self._open(), *self._adopted.values())
-            if c is not incident and c.finding.code in upstream and rule.explained_by(finding, c.finding)
+            if c is not incident and c.finding.code in upstream and not c.finding.ignored
+            if rule.explained_by(finding, c.finding)
         ]
         if not found:
             return None

@@ -97,7 +97,7 @@ _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 #: Sinks hear so often who takes part.
 _MET_SECONDS = 5.0
 #: Settings by which every rank decides for itself what all must do alike.
-_SHARED_SETTINGS = ("tolerance", "threshold", "on_finding", "on_hang", "guard", "max_skips")
+_SHARED_SETTINGS = ("tolerance", "threshold", "ignore", "on_finding", "on_hang", "guard", "max_skips")
 _OF_HANGS = ("progress", "waits", "waiting")
 #: What only the rank that judges needs, where ranks are very many.
 _REPORTS = frozenset({"detail", "row", "trouble", "progress"})
@@ -606,6 +606,7 @@ class Monitor:
     def _identity(self) -> dict[str, Any]:
         """Return what all ranks must have in common; what begins with `~` is for rank 0 to decide."""
         settings = {name: getattr(self.config, name) for name in _SHARED_SETTINGS}
+        settings["ignore"] = list(self.config.ignore or ())  # as JSON has it
         return {
             "versions of ddpdebug": __version__,
             "layouts of rows": wire_format(),

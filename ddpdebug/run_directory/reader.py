@@ -7,6 +7,7 @@ cut off or malformed, check every type, and never read beyond fixed bounds. This
 |---|---|---|
 | `run.json` | rank 0 | what ran; `outcome` is null until the run has ended |
 | `findings.jsonl` | rank 0 | a finding a line, as soon as it is known; rewritten with final counts at the end |
+| `ignored.jsonl` | rank 0 | findings that the user has asked to be silent about, in the same form |
 | `steps.bin`, `steps.00001.bin`, ... | rank 0 | per file a header, then rows as `schema.row.encode` makes them |
 | `observations.jsonl`, `observations.00001.jsonl`, ... | rank 0 | details and facts, with their place among the rows |
 | `ranks/<rank>/place.json` | each rank | where this rank runs, and the address of its metrics |
@@ -52,6 +53,7 @@ from ddpdebug.schema.wire import from_json
 
 RUN = "run.json"
 FINDINGS = "findings.jsonl"
+IGNORED = "ignored.jsonl"
 #: Marks of the findings that Grafana has: a line of JSON for each, `{"sent": id of the finding}`.
 ANNOTATIONS = "annotations.jsonl"
 STEPS = "steps.bin"
@@ -142,6 +144,17 @@ def read_findings(directory: Path) -> list[Finding]:
             ):
                 found[place] = finding
     return found
+
+
+def read_ignored(directory: Path) -> dict[str, int]:
+    """Return the entries of `ignore` with the number of findings that each has kept silent; 0 of one without use."""
+    config = (_document(directory / RUN) or {}).get("config")
+    given = config.get("ignore") if isinstance(config, dict) else None
+    counts = dict.fromkeys((entry for entry in given if isinstance(entry, str)) if isinstance(given, list) else (), 0)
+    for line in _lines(directory / IGNORED):
+        if (finding := _finding(line)) is not None and finding.ignored in counts:
+            counts[finding.ignored] += 1
+    return counts
 
 
 def _name(finding: Finding) -> object:

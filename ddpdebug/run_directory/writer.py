@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,18 @@ from ddpdebug.run_directory.segments import Segments, segment_paths
 from ddpdebug.schema.finding import Finding, strict_json
 from ddpdebug.schema.hangs import is_over
 from ddpdebug.schema.row import Flag, encode, layout
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
+from ddpdebug.sinks import (
+    Covered,
+    FindingIgnored,
+    FindingRaised,
+    Record,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepJudged,
+    Trouble,
+    Waiting,
+)
 
 _MAX_TROUBLE_LINES = 100
 _BALLAST = 64 << 10
@@ -56,6 +67,7 @@ class RunDirectory:
         self._run: dict[str, Any] = {}
         self._run_id: str | None = None
         self._findings: dict[str | None, Finding] = {}  # by id
+        self._ignored: dict[str | None, Finding] = {}  # the same
         self._rows = 0
         self._skipped: Counter[int] = Counter()  # optimizer -> steps that the numeric guard skipped
         self._trouble_lines = 0
@@ -90,6 +102,11 @@ class RunDirectory:
                 self._skipped[record.step.optimizer] += record.step.any(Flag.GUARD_SKIPPED)
             case FindingRaised():
                 self._finding(record.finding)
+            case FindingIgnored(finding):
+                if self._ignored.setdefault(finding.id, finding) is finding:
+                    path = self._directory / files.IGNORED
+                    self._must("ignored findings", lambda: self._disk.append(path, _line(finding.to_json())))
+                self._ignored[finding.id] = finding
             case Waiting():
                 self._waiting(record)
             case Covered():
@@ -176,6 +193,7 @@ class RunDirectory:
 
     def _finding(self, finding: Finding) -> None:
         before = self._findings.get(finding.id)
+        self._ignored.pop(finding.id, None)  # it is about more than was meant to be ignored
         self._findings[finding.id] = finding
         path, line = self._directory / files.FINDINGS, _line(finding.to_json())
         if before is None:
@@ -185,8 +203,11 @@ class RunDirectory:
         # else the line is written again at the end
 
     def _write_findings(self) -> None:
-        path, lines = self._directory / files.FINDINGS, [_line(each.to_json()) for each in self._findings.values()]
-        self._must("findings", lambda: self._disk.replace(path, lines))
+        self._rewrite(files.FINDINGS, "findings", self._findings.values())
+
+    def _rewrite(self, name: str, what: str, findings: Iterable[Finding]) -> None:
+        lines = [_line(each.to_json()) for each in findings]
+        self._must(what, lambda: self._disk.replace(self._directory / name, lines))
 
     def _waiting(self, record: Waiting) -> None:
         """Keep whom ranks wait for, for whoever looks now; how long they have waited the metrics have."""
@@ -216,6 +237,8 @@ class RunDirectory:
         }
         if self._rank == 0:
             self._write_findings()
+            if (self._directory / files.IGNORED).exists():
+                self._rewrite(files.IGNORED, "ignored findings", self._ignored.values())
         if self._disk.left_out:
             outcome["not_written"] = dict(self._disk.left_out)
         own = _json_line({"run": self._run_id, "rank": self._rank, **outcome})
@@ -246,7 +269,8 @@ class OwnFindings:
 
 def _set_aside(directory: Path, disk: Disk) -> None:
     """Move the shared files of an earlier run in this directory (an elastic restart, a second use) out of the way."""
-    old = [directory / files.RUN, directory / files.FINDINGS, directory / files.ANNOTATIONS]
+    old = [directory / files.RUN, directory / files.FINDINGS, directory / files.IGNORED]
+    old.append(directory / files.ANNOTATIONS)
     old += segment_paths(directory / files.STEPS) + segment_paths(directory / files.OBSERVATIONS)
     old = [path for path in old if path.is_file()]
     if not old:

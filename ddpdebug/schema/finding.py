@@ -51,6 +51,7 @@ class Finding:
         evidence: what was measured and against what; JSON values only.
         places: host and device of the ranks, by rank, where the job has several hosts.
         id: names the finding within its run, the same on every rank; stays when ranks and subjects are added.
+        ignored: the entry of `ignore` that it is silent by.
     """
 
     code: str
@@ -70,6 +71,7 @@ class Finding:
     run: str | None = None
     id: str | None = None
     places: Mapping[str, str] = field(default_factory=dict)
+    ignored: str | None = None
 
     def seen_again(self, step: int | None) -> Finding:
         """Return this finding with one more occurrence at `step`."""
@@ -80,8 +82,9 @@ class Finding:
         """Return the line of `findings.jsonl` (no newline); non-finite numbers become strings, so it is strict JSON."""
         record = {name: getattr(self, name) for name in self.__dataclass_fields__}
         record["severity"] = self.severity.label
-        if not self.places:  # as in each job on one host
-            del record["places"]
+        for name in ("places", "ignored"):  # as in each job on one host, and where nothing is ignored
+            if not record[name]:
+                del record[name]
         return strict_json(record)
 
     @classmethod
@@ -96,7 +99,7 @@ class Finding:
         return cls(**{**known, **lists})
 
 
-_TEXTS, _OPTIONAL_TEXTS = ("code", "title", "severity"), ("phase", "location", "time", "run", "id")
+_TEXTS, _OPTIONAL_TEXTS = ("code", "title", "severity"), ("phase", "location", "time", "run", "id", "ignored")
 _LISTS = ("ranks", "subject", "causes", "actions")
 
 

@@ -71,6 +71,13 @@ class FindingRaised:
     new: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class FindingIgnored:
+    """A finding that the user has asked to be silent about, new or seen again: it is kept and counted, and not told."""
+
+    finding: Finding
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """A part of ddpdebug failed and switched itself off, or cannot look at something; the job goes on."""
@@ -115,7 +122,7 @@ class RunEnded:
     time: str = ""
 
 
-Record = RunStarted | StepJudged | Met | Waiting | FindingRaised | Trouble | Saved | Covered | RunEnded
+Record = RunStarted | StepJudged | Met | Waiting | FindingRaised | FindingIgnored | Trouble | Saved | Covered | RunEnded
 
 
 class Sink(Protocol):

@@ -13,7 +13,7 @@ from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import users_error
 from ddpdebug.redaction import Redactor
 from ddpdebug.schema.finding import Finding
-from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, Sink, Trouble, Waiting
+from ddpdebug.sinks import FindingIgnored, FindingRaised, Record, RunEnded, RunStarted, Saved, Sink, Trouble, Waiting
 
 Item = TypeVar("Item")
 
@@ -106,7 +106,7 @@ _TEXT = {Trouble: "message", RunEnded: "reason", Waiting: "line"}
 def redacted(record: Record, redactor: Redactor) -> Record:
     """Return a record without secrets; the same one where it has none, or no texts."""
     match record:
-        case FindingRaised():
+        case FindingRaised() | FindingIgnored():
             return replace(record, finding=redacted_finding(record.finding, redactor))
         case Trouble() | RunEnded() | Waiting():
             name = _TEXT[type(record)]

@@ -23,7 +23,18 @@ from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
+from ddpdebug.sinks import (
+    Covered,
+    FindingIgnored,
+    FindingRaised,
+    Record,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepJudged,
+    Trouble,
+    Waiting,
+)
 from ddpdebug.sinks.agreement import dissenters
 from ddpdebug.sinks.prometheus.discovery import scrape_snippet
 from ddpdebug.sinks.text import (
@@ -34,6 +45,7 @@ from ddpdebug.sinks.text import (
     clean,
     counted,
     evidence_lines,
+    ignored_texts,
     number,
     parts,
     percent,
@@ -111,8 +123,8 @@ class Terminal:
                 self._show_status(record)
             case Saved(kind="last_state"):
                 self._summary.count_last(record.payload)
-            case FindingRaised():
-                self._finding(record.finding)
+            case FindingRaised() | FindingIgnored():
+                self._hear(record.finding)
             case Trouble():
                 message = clean(record.message, 300)
                 part = clean(record.part, 60)
@@ -128,12 +140,18 @@ class Terminal:
 
     def _start(self, record: RunStarted) -> None:
         self._world = record.world
+        self._summary.ignored.update({entry: set() for entry in record.config.get("ignore") or ()})
         self._directory = clean(record.directory) if record.directory is not None else ""
         items = [f"watching {counted(record.world, 'rank')}", self._directory, clean(record.metrics_url or "")]
         lines = [SEPARATOR.join(filter(None, items))]
         if record.metrics_url is not None:
             lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
         self._print("".join(f"ddpdebug: {line}\n" for line in lines))
+
+    def _hear(self, finding: Finding) -> None:
+        self._summary.hear(finding)
+        if not finding.ignored:
+            self._finding(finding)
 
     def _finding(self, finding: Finding) -> None:
         known = self._findings.get(finding.id)
@@ -175,6 +193,7 @@ class Terminal:
             items.insert(0, clean(essence(record.reason), 200))
         if self._findings and self._directory:
             items.append(f"{self._directory}/findings.jsonl")
+        items += ignored_texts({entry: len(ids) for entry, ids in self._summary.ignored.items()})
         hint = "" if self._summary.coverage is None else self._summary.coverage.hint
         lines = [*([clean(hint, 300)] if hint else []), SEPARATOR.join(items)]
         text = "".join(f"ddpdebug: {line}\n" for line in lines)
@@ -252,6 +271,12 @@ class Summary:
         self.last: dict[int, int] = {}  # optimizer -> newest step
         self.last_states: set[tuple[int, int]] = set()  # (optimizer, step) that was compared once more afterwards
         self.coverage: Coverage | None = None
+        self.ignored: dict[str, set[str | None]] = {}  # entry of `ignore` -> ids of what it has kept silent
+
+    def hear(self, finding: Finding) -> None:
+        """Count a finding that is ignored; one that was, and is about more by now, no longer."""
+        for entry, ids in self.ignored.items():
+            (ids.add if entry == finding.ignored else ids.discard)(finding.id)
 
     def count(self, record: StepJudged) -> None:
         """Count a judged step."""

@@ -312,3 +312,13 @@ def _mapping(value: Mapping[Any, Any], digits: int) -> str:
 def _items(texts: list[str], brackets: str) -> str:
     shown = ", ".join(texts[:_MAX_ITEMS]) + (", …" if len(texts) > _MAX_ITEMS else "")
     return brackets[0] + clean(shown, 2 * _MAX_VALUE) + brackets[1]
+
+
+def ignored_texts(counts: Mapping[str, int]) -> list[str]:
+    """Return what became of the entries of `ignore`, by the number of findings that each has kept silent."""
+    return [
+        f"{counted(count, 'finding')} ignored by {clean(entry, 200)}"
+        if count
+        else f"nothing to ignore by {clean(entry, 200)}"
+        for entry, count in counts.items()
+    ]

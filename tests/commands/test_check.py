@@ -48,6 +48,26 @@ def test_verdict(
     assert ("RANK104" in [finding["code"] for finding in record["findings"]]) is (mode == "lr")
 
 
+def test_what_is_ignored_fails_nothing_and_is_counted(command: Command, tmp_path: Path) -> None:
+    """Entries of pyproject.toml and of the command line; one without use is said, and a wrong one starts nothing."""
+    (tmp_path / "pyproject.toml").write_text('[tool.ddpdebug]\nignore = ["RANK104 # each its own rate"]\n')
+    words = ("-m", "ddpdebug", "check", "--nproc-per-node", 2, "--json", "v.json", "--out", "o")
+    done = command(*words, "--ignore", "RANK101", "--ignore", "RANK103", "--ignore", "NUM307:head", SCRIPT, "lr", 8)
+    record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert (done.returncode, record["verdict"]) == (0, "clean"), done.stderr
+    counts = record["ignored"]
+    assert list(counts) == ["RANK104 # each its own rate", "RANK101", "RANK103", "NUM307:head"]
+    assert (counts["RANK104 # each its own rate"], counts["NUM307:head"]) == (1, 0)
+    assert "1 finding ignored by RANK104 # each its own rate" in done.stderr
+    assert "nothing to ignore by NUM307:head" in done.stderr
+    codes = [json.loads(line)["code"] for line in (tmp_path / "o" / "ignored.jsonl").read_text().splitlines()]
+    assert "RANK104" in codes
+    again = command("-m", "ddpdebug", "verdict", "o")
+    assert (again.returncode, "ignored by RANK104" in again.stderr) == (0, True), again.stderr
+    wrong = command("-m", "ddpdebug", "run", "--ignore", "RANK94", SCRIPT)
+    assert (wrong.returncode, "there is no finding 'RANK94'; did you mean" in wrong.stderr) == (2, True), wrong.stderr
+
+
 def test_single_process(command: Command) -> None:
     """A script without ranks is checked like any other, and a script that never trains is said to be one."""
     done = command("-m", "ddpdebug", "check", "--steps", 3, SCRIPT, "clean", 8)

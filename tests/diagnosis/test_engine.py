@@ -18,15 +18,17 @@ from hypothesis import given, settings, strategies as st
 from ddpdebug.detectors.base import Detector
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.examples import contract, digest, gradients, step_at
+from ddpdebug.detectors.ignored import read
 from ddpdebug.diagnosis import engine
 from ddpdebug.diagnosis.engine import DETAIL_TICKS, QUEUE_STEPS, Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter
-from ddpdebug.diagnosis.root_causes import QUIET_STEPS, explains, refine
+from ddpdebug.diagnosis.root_causes import QUIET_STEPS, Incidents, explains, refine
 from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import DIGESTS, Digest, Flag, Row
 from ddpdebug.schema.step import Step
+from ddpdebug.sinks import FindingIgnored, FindingRaised
 
 Answers = Callable[[str, int, int], Any]
 ROOT = Path(__file__).parent.parent.parent
@@ -519,6 +521,45 @@ def test_announcements_are_compared_when_all_have_spoken() -> None:
     assert (finding.code, finding.subject, new) == ("DATA910", ("seed",), True)
 
 
+def ignoring(*entries: str) -> Diagnosis:
+    return Diagnosis(world=4, config={"ignore": entries})
+
+
+def test_what_is_ignored_is_marked_and_explains_nothing() -> None:
+    """Its consequences are told: they would disappear with it."""
+    steps = [step_at(n, odd=edited(n)) for n in range(12)]
+    told, asked = run(steps, with_edit, ignoring("RANK101:w # meant so", "RANK104"))
+    assert {(finding.code, finding.ignored) for finding, _ in told} == {("RANK101", "RANK101:w # meant so")}
+    assert told[-1][0].count == 7
+    assert asked == run(steps, with_edit)[1]  # and nobody is asked more often
+    assert not any(finding.ignored for finding, _ in run(steps, with_edit, ignoring("RANK101:v"))[0])
+
+    def diverge(kind: str, rank: int, step: int) -> Any:
+        return [{"lr": 0.1 * (1 + (rank == 2))}] if kind == "hyper" else healthy(kind, rank, step)
+
+    odd = {2: {"hyper_digest": 3, "params_after_digest": 5, "state_digest": 7}}
+    (whole,) = [f for f, new in run([step_at(0, odd=odd)], diverge)[0] if new]
+    told, _ = run([step_at(0, odd=odd)], diverge, ignoring("RANK104"))
+    assert whole.code == "RANK104"
+    assert {text.split()[0] for text in whole.evidence["consequences"]} & {f.code for f, _ in told if not f.ignored}
+    assert {f.code for f, _ in told if f.ignored} == {"RANK104"}
+
+
+def test_what_is_more_than_was_meant_is_told() -> None:
+    """An incident that was ignored by its name, and to which another name is added."""
+    incidents = Incidents(4, read(["RANK101:w"]))
+    rule = next(rule() for rule in catalog() if rule.code == "RANK101")
+    group, found = incidents.group(rule, 0), replace(reported("x"), code="RANK101", id=None, step=3, subject=("w",))
+    incidents.admit(rule, found, group, None)
+    ((first, new),) = incidents.news()
+    assert (first.ignored, new) == ("RANK101:w", True)
+    incidents.admit(rule, replace(found, step=4), group, None)
+    assert all(finding.ignored for finding, _ in incidents.news())
+    incidents.admit(rule, replace(found, step=4, subject=("v",)), incidents.group(rule, 1), None)  # another optimizer's
+    (last, new) = incidents.news()[0]
+    assert (last.ignored, last.subject, last.id, new) == (None, ("w", "v"), first.id, True)
+
+
 def test_structure_explains_what_follows() -> None:
     """Crossed parameters are the cause of gradients and parameters that differ by name."""
     diagnosis = Diagnosis(world=4)
@@ -696,6 +737,18 @@ def test_evidence_that_is_found_later_stays_with_its_finding() -> None:
     assert (last.count, last.time, last.evidence) == (2, "a", {"found": 1, "index": [4], "holders": ["x"]})
     assert [(r.finding.id, r.new) for r in records] == [("C1-1", True), ("C1-2", True), *[("C1-1", False)] * 3]
     assert [f.id for f in reporter.findings] == ["C1-1", "C1-2"]
+
+
+def test_what_is_ignored_is_a_record_of_its_own() -> None:
+    """Nobody acts upon it: it is neither among the findings nor among the new ones."""
+    records: list[Any] = []
+    reporter = Reporter(records.append, lambda: "now")
+    silent = replace(reported("C1-1"), ignored="C1 # known")
+    assert reporter.report([(silent, True)]) == []
+    assert reporter.findings == []
+    assert [type(record) for record in records] == [FindingIgnored]
+    assert reporter.report([(reported("C1-1", count=2), True)]) == reporter.findings != []
+    assert isinstance(records[-1], FindingRaised)
 
 
 def test_what_two_threads_report_is_written_in_its_order() -> None:

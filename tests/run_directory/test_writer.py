@@ -15,7 +15,7 @@ from ddpdebug.run_directory import reader as run_files
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES
 from ddpdebug.schema.run_state import WaitState
-from ddpdebug.sinks import FindingRaised, Saved, Trouble, Waiting
+from ddpdebug.sinks import FindingIgnored, FindingRaised, Saved, Trouble, Waiting
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,25 @@ def test_a_whole_run_can_be_read_back(tmp_path: Path) -> None:
     outcomes = run_files.read_outcomes(tmp_path)
     assert list(outcomes) == [0, 1]
     assert outcomes[1]["steps"] == {"0": 3}
+
+
+def test_what_is_ignored_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """With the newest count, and until it is about more than was meant; an entry without use is counted too."""
+    sink, entries = RunDirectory(tmp_path, 0), ["RANK101 # known", "RCP805"]
+    sink.write(replace(started(tmp_path), config={"ignore": entries}))
+    silent = replace(FINDING, ignored=entries[0])
+    sink.write(FindingIgnored(silent))
+    sink.write(FindingIgnored(replace(silent, id="RANK101-2")))
+    assert run_files.read_findings(tmp_path) == []
+    assert run_files.read_ignored(tmp_path) == {entries[0]: 2, "RCP805": 0}
+    sink.write(FindingIgnored(replace(silent, count=7)))
+    sink.write(FindingRaised(finding=replace(FINDING, id="RANK101-2")))
+    sink.write(ENDED)
+    assert run_files.read_ignored(tmp_path) == {entries[0]: 1, "RCP805": 0}
+    assert json.loads((tmp_path / "ignored.jsonl").read_text())["count"] == 7
+    assert [finding.id for finding in run_files.read_findings(tmp_path)] == ["RANK101-2"]
+    (tmp_path / "ignored.jsonl").write_text('{"code": 1}\nno JSON\n')
+    assert run_files.read_ignored(tmp_path) == dict.fromkeys(entries, 0)
 
 
 def test_other_ranks_write_only_their_own_folder(tmp_path: Path) -> None:
