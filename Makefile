@@ -115,7 +115,7 @@ check: lint test ## what must pass before a change goes in
 rules: $(STAMP) ## make the alerts from their code, and the PrometheusRule for Kubernetes from all rules
 	$(PYTHON) -m tools.alerts deploy/prometheus/rules deploy/kubernetes/base/prometheusrule.yaml
 
-up: ## start Prometheus, Alertmanager, Grafana and the demo job in containers (http://127.0.0.1:3000)
+up: ## start Prometheus, Alertmanager, Grafana, the hub and the demo job in containers (http://127.0.0.1:3000, :8765)
 	docker compose -f deploy/compose/compose.yaml up --detach --build
 
 down: ## stop them; the data stays

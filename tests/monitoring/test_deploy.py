@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import importlib
 import json
 import re
 import shutil
@@ -126,6 +128,51 @@ def test_the_cluster_gets_monitor_rules_and_dashboards(tmp_path: Path) -> None:
     builtin.write_text(yaml.safe_dump_all([item for item in found if item["kind"] in _BUILTIN]))
     program = Path(sys.executable).parent / "kubernetes-validate"
     run(program, "--strict", "-k", "1.33", builtin)
+
+
+def test_the_hub_of_the_cluster_is_valid_and_keeps_its_token_to_itself() -> None:
+    """One replica with a volume, a token from a secret, and probes that need none; jobs and people find it by name."""
+    pytest.importorskip("kubernetes_validate")
+    program, folder = Path(sys.executable).parent / "kubernetes-validate", DEPLOY / "kubernetes" / "hub"
+    listed = load("kubernetes/hub/kustomization.yaml")["resources"]
+    assert sorted(listed) == sorted(path.name for path in folder.iterdir() if path.name != "kustomization.yaml")
+    for name in listed:
+        run(program, "--strict", "-k", "1.33", folder / name)
+    deployment, service = load("kubernetes/hub/deployment.yaml"), load("kubernetes/hub/service.yaml")
+    template = deployment["spec"]["template"]
+    assert template["metadata"]["labels"].items() >= service["spec"]["selector"].items()
+    (container,) = template["spec"]["containers"]
+    assert {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")} == {"/healthz"}
+    assert all("token" not in str(word).lower() for word in container["args"])
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in template["spec"]["volumes"][:1]]
+    assert claims == [load("kubernetes/hub/volume.yaml")["metadata"]["name"]]
+
+
+def test_the_hub_is_started_with_options_that_exist() -> None:
+    """In containers, in a cluster and as a service; where others than this machine may reach it, with a token."""
+    command = importlib.import_module("ddpdebug.commands.hub").command
+    known = {flag for parameter in command.params for flag in parameter.opts}
+    compose = load("compose/compose.yaml")["services"]
+    (container,) = load("kubernetes/hub/deployment.yaml")["spec"]["template"]["spec"]["containers"]
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # as systemd reads names
+    unit.read(DEPLOY / "systemd" / "ddpdebug-hub.service")
+    lines = [compose["hub"]["command"], container["args"], unit["Service"]["ExecStart"].split()[1:]]
+    for line in lines:
+        assert line[0] == "hub"
+        assert {word.partition("=")[0] for word in line if word.startswith("--")} <= known
+    assert "DDPDEBUG_HUB_TOKEN" in compose["hub"]["environment"]
+    assert "DDPDEBUG_HUB_TOKEN" in compose["demo"]["environment"]
+    assert "--hub=http://hub:8765" in compose["demo"]["command"]
+    if shutil.which("systemd-analyze") is not None:
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", DEPLOY / "systemd" / "ddpdebug-hub.service"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        wrong = [line for line in done.stderr.splitlines() if "ddpdebug-hub" in line]
+        assert [line for line in wrong if "/opt/ddpdebug/bin/ddpdebug is not executable" not in line] == []
 
 
 def test_the_rules_of_the_cluster_are_those_of_the_files() -> None:
