@@ -1,0 +1,350 @@
+"""What the hub tells others: webhooks for findings and for runs that are lost or fail, logs for OpenTelemetry.
+
+Each message is a row before it is sent, so that a hub that is killed sends it later, and of several hubs on one
+database one does. Who has the same message twice has it because a hub was killed between sending and noting it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from sqlalchemy import Connection, insert, or_, select, update
+
+from ddpdebug._version import __version__
+from ddpdebug.errors import UsageError, did_you_mean
+from ddpdebug.hub.schema import delivery, finding, note, run
+from ddpdebug.hub.states import STATES
+from ddpdebug.hub.store import Store
+from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.sinks.text import clean, ranks_text, where
+
+#: Of what is older when the hub first sees it nobody is told: runs that are imported, or found on a file system.
+_NEWS_SECONDS = 3600.0
+#: A message is tried so often, with twice the time between each two tries.
+_ATTEMPTS, _FIRST_SECONDS, _MOST_SECONDS = 12, 5.0, 3600.0
+_TIMEOUT, _AT_ONCE = 10.0, 50
+_OK = range(200, 300)
+#: Marks what is said of a run among the ids of findings.
+_STATE = "state:"
+_KEYS = ("url", "codes", "severity", "states")
+_COLORS = {
+    Severity.CRITICAL: "#b3261e",
+    Severity.ERROR: "#d9730d",
+    Severity.WARNING: "#c9a227",
+    Severity.INFO: "#5b7083",
+}
+#: Numbers of severities in the data model of OpenTelemetry's logs.
+_NUMBERS = {Severity.CRITICAL: 21, Severity.ERROR: 17, Severity.WARNING: 13, Severity.INFO: 9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """A webhook, and what it is told.
+
+    Args:
+        name: in the file, and in what the hub says of it; the address is a secret.
+        codes: patterns of the shell.
+        severity: the least.
+        states: of runs that it is told of.
+    """
+
+    name: str
+    url: str
+    codes: tuple[str, ...] = ("*",)
+    severity: Severity = Severity.ERROR
+    states: frozenset[str] = frozenset({"lost", "failed"})
+
+    def wants(self, code: str, severity: str) -> bool:
+        """Tell whether it is told of such findings."""
+        return Severity.parse(severity) >= self.severity and any(fnmatchcase(code, each) for each in self.codes)
+
+
+def read_hooks(path: Path) -> tuple[Hook, ...]:
+    """Return the webhooks of a file of TOML: a table for each, `[NAME]` with `url`, `codes`, `severity` and `states`.
+
+    Raises:
+        UsageError: it cannot be read, or something in it is not understood.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read the webhooks of {str(path)!r}: {error}") from None
+    return tuple(_hook(name, table, f"webhook {name!r} of {str(path)!r}") for name, table in tables.items())
+
+
+def _hook(name: str, table: object, what: str) -> Hook:
+    if not isinstance(table, dict):
+        raise UsageError(f"{what} is no table; write [{name}] and its url below")
+    for key in table.keys() - {*_KEYS}:
+        raise UsageError(f"{what} has an unknown key {key!r}; {did_you_mean(key, _KEYS)}")
+    parts = urlsplit(str(table.get("url", "")))
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise UsageError(f"{what} needs a url that begins with http:// or https://")
+    known: dict[str, Any] = {"name": name, "url": str(table["url"])}
+    for key, valid in (("codes", None), ("states", STATES)):
+        if key in table:
+            words = table[key]
+            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+                raise UsageError(f"{key} of {what} is no list of texts")
+            for word in words if valid else ():
+                if word not in STATES:
+                    raise UsageError(f"{key} of {what}: there is no state {word!r}; {did_you_mean(word, STATES)}")
+            known[key] = tuple(words) if valid is None else frozenset(words)
+    try:
+        known["severity"] = Severity.parse(str(table.get("severity", "error")))
+    except ValueError as error:
+        raise UsageError(f"severity of {what}: {error}") from None
+    return Hook(**known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collector:
+    """A collector of OpenTelemetry that takes logs over HTTP, as JSON."""
+
+    url: str
+    headers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Collector | None:
+        """Return the one that OpenTelemetry's own variables name.
+
+        Raises:
+            UsageError: they name no address.
+        """
+        url = environ.get("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "")
+        if not url and (base := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")):
+            url = f"{base.rstrip('/')}/v1/logs"
+        if not url:
+            return None
+        if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
+            raise UsageError("OTEL_EXPORTER_OTLP_ENDPOINT is no address that begins with http:// or https://")
+        given = environ.get("OTEL_EXPORTER_OTLP_LOGS_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
+        pairs = [word.partition("=") for word in given.split(",") if "=" in word]
+        return cls(url=url, headers={name.strip(): unquote(value.strip()) for name, _, value in pairs})
+
+
+#: Sends a body with headers to an address; returns the status of the answer and the seconds after which to come back.
+Post = Callable[[str, bytes, Mapping[str, str]], tuple[int, float]]
+_COLLECTOR = "OpenTelemetry"
+
+
+class Outgoing:
+    """The messages of a hub.
+
+    Args:
+        collector: gets every finding.
+        address: the hub's, for links.
+        say: told once of each target that refuses what it gets for good.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        hooks: Sequence[Hook],
+        collector: Collector | None = None,
+        *,
+        address: str = "",
+        say: Callable[[str], None] = print,
+        post: Post | None = None,
+    ) -> None:
+        self._store, self._collector, self._address, self._say = store, collector, address.rstrip("/"), say
+        self._hooks = {hook.name: hook for hook in hooks}
+        self._post = post or _post
+        self._said: set[str] = set()
+
+    @property
+    def targets(self) -> bool:
+        """Whether there is anybody to tell."""
+        return bool(self._hooks or self._collector)
+
+    def look(self) -> int:
+        """Note what is new, and send what is due; return how many messages were sent."""
+        self._note_new()
+        return sum(self._send(one) for one in self._due())
+
+    # --- what is to be told -------------------------------------------------------------------------------------------
+
+    def _note_new(self) -> None:
+        now = self._store.clock()
+        since = now - _NEWS_SECONDS
+        with self._store.write("outgoing") as connection:
+            silent = _silent(connection, now)
+            columns = (finding.c.run, finding.c.id, finding.c.code, finding.c.severity, finding.c.group)
+            news = (finding.c.first_seen > since) & or_(finding.c.time.is_(None), finding.c.time > since)
+            rows = []
+            for one in connection.execute(select(*columns).where(news)):
+                rows += [(_COLLECTOR, one.run, one.id)] if self._collector is not None else []
+                hooks = () if one.group in silent else tuple(self._hooks.values())
+                rows += [(hook.name, one.run, one.id) for hook in hooks if hook.wants(one.code, one.severity)]
+            heard = (run.c.changed > since) & (run.c.last_seen > since) & (run.c.source != "import")
+            for key, state in connection.execute(select(run.c.key, run.c.state).where(heard)):
+                told = [hook.name for hook in self._hooks.values() if state in hook.states]
+                rows += [(name, key, _STATE + state) for name in told]
+            _keep(connection, rows, now)
+
+    def _due(self) -> list[Any]:
+        with self._store.read() as connection:
+            waiting = (delivery.c.done.is_(False)) & (delivery.c.next_at <= self._store.clock())
+            return list(
+                connection.execute(select(delivery).where(waiting).order_by(delivery.c.next_at).limit(_AT_ONCE))
+            )
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _send(self, one: Any) -> bool:
+        """Send a message, unless another hub has just taken it; return whether it has arrived."""
+        wait = min(_FIRST_SECONDS * 2.0**one.attempts, _MOST_SECONDS)
+        mine = (delivery.c.id == one.id) & (delivery.c.attempts == one.attempts) & (delivery.c.done.is_(False))
+        message = self._message(one)
+        with self._store.write("outgoing") as connection:
+            taken = update(delivery).where(mine).values(attempts=one.attempts + 1, next_at=self._store.clock() + wait)
+            if connection.execute(taken).rowcount != 1:
+                return False
+        status, later = (200, 0.0) if message is None else self._post(*message)
+        arrived = status in _OK
+        over = arrived or one.attempts + 1 >= _ATTEMPTS or status in {400, 401, 403, 404, 410}
+        if over and not arrived and one.target not in self._said:
+            self._said.add(one.target)
+            answer = f"answers with {status}" if status else "does not answer"
+            self._say(f"the webhook {one.target!r} {answer}; what it should have been told is on the pages")
+        with self._store.write("outgoing") as connection:
+            change = {"done": True} if over else {"next_at": self._store.clock() + max(wait, later)}
+            connection.execute(update(delivery).where(delivery.c.id == one.id).values(**change))
+        return arrived and message is not None
+
+    def _message(self, one: Any) -> tuple[str, bytes, Mapping[str, str]] | None:
+        """Return address, body and headers of a message; None where what it was about, or who wanted it, has gone."""
+        with self._store.read() as connection:
+            known = connection.execute(select(run).where(run.c.key == one.run)).mappings().first()
+            mine = (finding.c.run == one.run) & (finding.c.id == one.finding)
+            line = connection.execute(select(finding.c.document, finding.c.time).where(mine)).first()
+        found = None if line is None else Finding.from_json(line.document)
+        row = None if known is None else dict(known)
+        if row is None or (found is None and not one.finding.startswith(_STATE)):
+            return None
+        if one.target == _COLLECTOR:
+            if self._collector is None or found is None or line is None:
+                return None
+            body = _log(row, found, line.time or self._store.clock())
+            return self._collector.url, json.dumps(body).encode(), self._collector.headers
+        hook = self._hooks.get(one.target)
+        if hook is None:
+            return None
+        link = f"{self._address}/runs/{quote(one.run)}" if self._address else ""
+        told = _of_finding(row, found, link) if found else _of_state(row, one.finding.removeprefix(_STATE), link)
+        return hook.url, json.dumps(told).encode(), {}
+
+
+def _silent(connection: Connection, now: float) -> set[str]:
+    """Return the groups of findings that somebody has acknowledged, or muted until later."""
+    quiet = (note.c.kind == "ack") | ((note.c.kind == "mute") & (or_(note.c.until.is_(None), note.c.until > now)))
+    return {group for group in connection.execute(select(note.c.group).where(quiet)).scalars() if group is not None}
+
+
+def _keep(connection: Connection, rows: Sequence[tuple[str, str, str]], now: float) -> None:
+    columns = (delivery.c.target, delivery.c.run, delivery.c.finding)
+    keys = {key for _, key, _ in rows}
+    known = set(connection.execute(select(*columns).where(delivery.c.run.in_(keys)))) if keys else set()
+    new = [row for row in dict.fromkeys(rows) if row not in known]
+    for target, key, name in new:
+        values = {"target": target, "run": key, "finding": name, "next_at": now, "attempts": 0, "done": False}
+        connection.execute(insert(delivery).values(**values))
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    return clean(row["name"] or row["key"], 100)
+
+
+def _escaped(text: object) -> str:
+    """Return a text in which Slack sees no link, mention or markup."""
+    return clean(text, 500).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _of_finding(row: Mapping[str, Any], found: Finding, link: str) -> dict[str, Any]:
+    name = _escaped(_name_of(row))
+    place = f"<{link}|{name}>" if link else name
+    head = f"{found.severity.label} {found.code} in {place}: {_escaped(found.title)}"
+    subject = ", ".join(map(_escaped, found.subject[:3])) or "-"
+    fields = [("where", _escaped(where(found, row["world"] or 1))), ("what", subject)]
+    fields += [("next", _escaped(found.actions[0]))] if found.actions else []
+    return _slack(head, fields, _COLORS[found.severity])
+
+
+def _of_state(row: Mapping[str, Any], state: str, link: str) -> dict[str, Any]:
+    name = _escaped(_name_of(row))
+    place = f"<{link}|{name}>" if link else name
+    known = (("owner", row["owner"]), ("job", row["job"]), ("step", row["last_step"]), ("outcome", row["outcome"]))
+    fields = [(key, _escaped(value)) for key, value in known if value not in {None, ""}]
+    return _slack(f"the run {place} is {state}", fields, _COLORS[Severity.CRITICAL])
+
+
+def _slack(text: str, fields: Sequence[tuple[str, str]], color: str) -> dict[str, Any]:
+    shown = [{"title": title, "value": value, "short": len(value) < 40} for title, value in fields]
+    return {"text": text, "attachments": [{"color": color, "fallback": text, "fields": shown}]}
+
+
+def _log(row: Mapping[str, Any], found: Finding, seconds: float) -> dict[str, Any]:
+    """Return a finding as a log record of OTLP."""
+    resource = {"service.name": "ddpdebug", "service.version": __version__, "ddpdebug.run": row["key"]}
+    resource |= {"ddpdebug.run.name": row["name"], "host.name": row["node"], "ddpdebug.job": row["job"]}
+    told = {
+        "ddpdebug.code": found.code,
+        "ddpdebug.step": found.step,
+        "ddpdebug.ranks": list(found.ranks[:64]),
+        "ddpdebug.subject": list(found.subject[:20]),
+        "ddpdebug.phase": found.phase,
+        "code.location": found.location,
+        "ddpdebug.finding": found.id,
+    }
+    text = f"{found.code}: {clean(found.title, 300)} ({ranks_text(found.ranks, row['world'] or 1)})"
+    record = {
+        "timeUnixNano": str(int(seconds * 1e9)),
+        "observedTimeUnixNano": str(time.time_ns()),
+        "severityNumber": _NUMBERS[found.severity],
+        "severityText": found.severity.label.upper(),
+        "body": {"stringValue": text},
+        "attributes": _attributes(told),
+    }
+    scope = {"scope": {"name": "ddpdebug.hub", "version": __version__}, "logRecords": [record]}
+    return {"resourceLogs": [{"resource": {"attributes": _attributes(resource)}, "scopeLogs": [scope]}]}
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items() if value not in (None, "", [])]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [_value(each) for each in value]}}
+    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": clean(value, 500)}
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a message goes to the address that was given, or nowhere."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, float]:
+    """Send a body; return the status of the answer, 0 where there is none, and the seconds after which to come back."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})  # noqa: S310 - checked
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT) as answer:
+            return int(answer.status), 0.0
+    except urllib.error.HTTPError as error:
+        with error:
+            later = error.headers.get("Retry-After", "")
+        return error.code, min(float(later), _MOST_SECONDS) if later.isdecimal() else 0.0
+    except (OSError, ValueError):
+        return 0, 0.0
