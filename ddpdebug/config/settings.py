@@ -19,7 +19,7 @@ ENVIRONMENT_PREFIX = "DDPDEBUG_"
 #: Variables that ddpdebug passes to its own ranks, or its tests to themselves; not settings.
 INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
-    for name in ("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "REQUIRE_PROMETHEUS", "REQUIRE_SLURM")
+    for name in ("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES")
 )
 
 
