@@ -10,7 +10,7 @@ from pathlib import Path
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.progress.boxes import read_ranks
 from ddpdebug.redaction import redact
-from ddpdebug.reports.html import Points, duration, heat_map, lines, page_head, text, timeline
+from ddpdebug.reports.html import SWATCHES, Points, duration, heat_map, lines, page_head, text, timeline
 from ddpdebug.reports.reading import PARTS, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
@@ -70,11 +70,11 @@ def report(directory: Path) -> str:
     norms = {"highest rank": "norm highest rank", "lowest rank": "norm lowest rank"}
     memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
     parts = [
-        page_head(f"ddpdebug: run {run_id}", _STYLE),
+        page_head(f"ddpdebug: run {run_id}", _STYLE + SWATCHES),
         f"<h1>Run {run_id}</h1>",
         _tiles(history),
         "<h2>Findings</h2>",
-        *map(_finding, history.findings[:_MAX_FINDINGS]),
+        *map(finding_article, history.findings[:_MAX_FINDINGS]),
         _rest(history),
         _last_words(history),
         "<h2>What was checked</h2>",
@@ -218,7 +218,8 @@ def _coverage(history: History) -> str:
     return f"{line}<table>{head}{rows}</table>" if rows else line
 
 
-def _finding(finding: Finding) -> str:
+def finding_article(finding: Finding, more: str = "") -> str:
+    """Return a finding with its evidence as HTML, and `more` of it at its end."""
     severity = finding.severity.label
     rows = [
         ("where", [where(finding)]),
@@ -232,7 +233,7 @@ def _finding(finding: Finding) -> str:
         f"<dt>{label}</dt><dd>{'<br>'.join(map(escape, texts))}</dd>" for label, texts in rows if any(texts)
     )
     head = f"{text(finding.code, 20)} · {severity} · {text(finding.title, 300)}"
-    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl>{_stacks(finding)}</article>'
+    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl>{_stacks(finding)}{more}</article>'
 
 
 def _stacks(finding: Finding) -> str:
