@@ -5,6 +5,7 @@
   const PAUSE = 2000;
   const parts = () => document.querySelectorAll("[data-live]");
   if (parts().length === 0) return;
+  const shown = new Map(); // part -> what the hub last had for it
   let stream = null, timer = null, last = 0;
 
   function busy(part) {
@@ -13,9 +14,10 @@
   }
 
   function keep(part, fresh) {
-    for (const open of part.querySelectorAll("details[open][id]")) {
-      fresh.querySelector("#" + CSS.escape(open.id))?.setAttribute("open", "");
-    }
+    const folds = fresh.querySelectorAll("details");
+    part.querySelectorAll("details").forEach((fold, place) => {
+      if (fold.open && folds[place]?.firstChild.textContent === fold.firstChild.textContent) folds[place].open = true;
+    });
     for (const picked of part.querySelectorAll("input:checked")) {
       const same = fresh.querySelector(`input[value="${CSS.escape(picked.value)}"]`);
       if (same) same.checked = true;
@@ -35,7 +37,8 @@
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       for (const part of parts()) {
         const fresh = page.getElementById(part.id);
-        if (fresh === null || busy(part)) continue;
+        if (fresh === null || busy(part) || shown.get(part.id) === fresh.innerHTML) continue;
+        shown.set(part.id, fresh.innerHTML);
         const focus = part.contains(document.activeElement) ? document.activeElement.value : null;
         keep(part, fresh);
         part.replaceWith(fresh);
