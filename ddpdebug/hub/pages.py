@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
-from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from sqlalchemy import insert
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -22,7 +21,7 @@ from starlette.routing import Route
 
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
-from ddpdebug.hub import queries
+from ddpdebug.hub import derived, queries, schema
 from ddpdebug.hub.groups import differing, holders, shared
 from ddpdebug.hub.states import STATES
 from ddpdebug.hub.store import Store
@@ -44,16 +43,16 @@ _SECONDS = {"longest": "#D55E00", "mean": "#0072B2"}
 _DAY = 86_400.0
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A request that has no answer, with its status and what a person should read."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status, self.text = status, text
 
 
-def routes(store: Store, clock: Callable[[], float] = time.time) -> list[Route]:
+def routes(store: Store) -> list[Route]:
     """Return the routes of the pages."""
-    pages = _Pages(store, clock)
+    pages = _Pages(store)
     return [
         Route("/", pages.answer(pages.runs)),
         Route("/runs/{key}", pages.answer(pages.run)),
@@ -70,8 +69,8 @@ def routes(store: Store, clock: Callable[[], float] = time.time) -> list[Route]:
 class _Pages:
     """A method for each page; called in threads."""
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, store: Store) -> None:
+        self._store, self._clock = store, store.clock
         self._facts = queries.KnownFacts()
         self._reporting = Lock()
         self._templates = Environment(
@@ -90,7 +89,7 @@ class _Pages:
         def answered(request: Request) -> Response:
             try:
                 return page(request)
-            except _Refused as refused:
+            except _RefusedError as refused:
                 return self._refuse(refused)
 
         return answered
@@ -98,7 +97,7 @@ class _Pages:
     def runs(self, request: Request) -> Response:
         """The list of runs."""
         asked = _asked(request)
-        with self._store.reading() as connection:
+        with self._store.read() as connection:
             counts = queries.counts(connection, asked)
             rows, more = queries.runs(connection, asked)
             curves = queries.sparks(connection, rows)
@@ -117,7 +116,7 @@ class _Pages:
     def run(self, request: Request) -> Response:
         """One run."""
         key = request.path_params["key"]
-        with self._store.reading() as connection:
+        with self._store.read() as connection:
             row = self._known(queries.run(connection, key))
             curves = queries.curves(connection, key)
             found = queries.findings(connection, key)
@@ -147,15 +146,14 @@ class _Pages:
         """The full report, from the mirrored files; one at a time, as it reads all rows."""
         key = request.path_params["key"]
         if not self._reporting.acquire(timeout=60):
-            raise _Refused(503, "other reports are being made; try again in a minute")
+            raise _RefusedError(503, "other reports are being made; try again in a minute")
         try:
-            with TemporaryDirectory(prefix="ddpdebug-hub-") as folder:
-                directory = self._store.restore(key, folder)
-                if directory is None:
-                    raise _Refused(404, f"no run {clean(key, 80)}")
-                page = report(directory, name=key)
+            with self._store.read() as connection:
+                self._known(queries.run(connection, key), key)
+                with self._store.copied(connection, key) as directory:
+                    page = report(directory, name=key)
         except ValueError as error:
-            raise _Refused(409, f"no report can be made of it: {clean(error)}") from None
+            raise _RefusedError(409, f"no report can be made of it: {clean(error)}") from None
         finally:
             self._reporting.release()
         return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
@@ -164,10 +162,10 @@ class _Pages:
         """Two or more runs beside each other."""
         keys = list(dict.fromkeys(key for key in request.query_params.getlist("run") if key))
         if not keys:
-            raise _Refused(400, "choose the runs to compare in the list of runs")
+            raise _RefusedError(400, "choose the runs to compare in the list of runs")
         if len(keys) > _MAX_COMPARED:
-            raise _Refused(400, f"{len(keys)} runs are too many to compare: {_MAX_COMPARED} at most")
-        with self._store.reading() as connection:
+            raise _RefusedError(400, f"{len(keys)} runs are too many to compare: {_MAX_COMPARED} at most")
+        with self._store.read() as connection:
             rows = [self._known(queries.run(connection, key), key) for key in keys]
             curves = [queries.curves(connection, key) for key in keys]
             facts = self._facts.of(connection, keys)
@@ -200,7 +198,7 @@ class _Pages:
         """Findings of one kind across runs."""
         days = _whole(request, "days", 7, {number: number for number in _SPANS})
         since = self._clock() - days * _DAY if days else 0.0
-        with self._store.reading() as connection:
+        with self._store.read() as connection:
             rows = queries.groups(connection, since)
             those = queries.members(connection, [row.group for row in rows], since)
             facts = self._facts.since(connection, since)
@@ -218,10 +216,10 @@ class _Pages:
     def group(self, request: Request) -> Response:
         """One kind of finding: the runs that have it, what they have in common, and the runbook."""
         name = request.path_params["group"]
-        with self._store.reading() as connection:
+        with self._store.read() as connection:
             rows = queries.groups(connection, 0.0, group=name)
             if not rows:
-                raise _Refused(404, f"no findings {clean(name, 80)}")
+                raise _RefusedError(404, f"no findings {clean(name, 80)}")
             members = queries.in_group(connection, name)
             facts = self._facts.since(connection, 0.0)
             notes = queries.notes(connection, group=name)
@@ -244,43 +242,47 @@ class _Pages:
         async for part in request.stream():
             body += part
             if len(body) > _MAX_FORM:
-                return self._refuse(_Refused(413, "that is too long for a note"))
+                return self._refuse(_RefusedError(413, "that is too long for a note"))
         fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
         try:
             await run_in_threadpool(self._note, request.path_params, fields)
-        except _Refused as refused:
+        except _RefusedError as refused:
             return self._refuse(refused)
         return RedirectResponse(request.url.path, status_code=303)
 
     def _note(self, about: Mapping[str, str], fields: Mapping[str, str]) -> None:
         key, group = about.get("key"), about.get("group")
-        kind, text = fields.get("kind", "note"), fields.get("text", "").strip()[:_MAX_TEXT]
+        kind, text = fields.get("kind", "note"), fields.get("text", "").strip()
         if kind not in ({"note", "ack", "mute"} if group else {"note"}):
-            raise _Refused(400, f"there is no kind of note {clean(kind, 40)}")
+            raise _RefusedError(400, f"there is no kind of note {clean(kind, 40)}")
         if kind == "note" and not text:
-            raise _Refused(400, "the note is empty")
+            raise _RefusedError(400, "the note is empty")
         hours = fields.get("hours", "24")
         if kind == "mute" and hours not in map(str, _HOURS):
-            raise _Refused(400, f"a finding is muted for {', '.join(map(str, _HOURS))} hours")
-        with self._store.reading() as connection:
+            raise _RefusedError(400, f"a finding is muted for {', '.join(map(str, _HOURS))} hours")
+        with self._store.read() as connection:
             known = queries.run(connection, key) if key else queries.groups(connection, 0.0, group=group)
         if not known:
-            raise _Refused(404, f"nothing is known of {clean(key or group, 80)}")
-        self._store.add_note(
-            kind=kind, text=text, author=fields.get("author", "").strip()[:_MAX_AUTHOR], run=key, group=group,
-            until=self._clock() + 3600.0 * int(hours) if kind == "mute" else None,
-        )  # fmt: skip
+            raise _RefusedError(404, f"nothing is known of {clean(key or group, 80)}")
+        until = self._clock() + 3600.0 * int(hours) if kind == "mute" else None
+        row = {"kind": kind, "run": key, "group": group, "time": self._clock(), "until": until}
+        row |= {
+            "text": derived.text(text, _MAX_TEXT),
+            "author": derived.text(fields.get("author", "").strip(), _MAX_AUTHOR),
+        }
+        with self._store.write(key or "") as connection:
+            connection.execute(insert(schema.note).values(row))
 
     def _page(self, template: str, **values: Any) -> Response:
         return HTMLResponse(self._templates.get_template(template).render(values))
 
-    def _refuse(self, refused: _Refused) -> Response:
+    def _refuse(self, refused: _RefusedError) -> Response:
         page = self._templates.get_template("refused.html").render(title=f"Error {refused.status}", text=refused.text)
         return HTMLResponse(page, status_code=refused.status)
 
     def _known(self, row: Any, key: str = "") -> Any:
         if row is None:
-            raise _Refused(404, f"no run {clean(key, 80)}".rstrip())
+            raise _RefusedError(404, f"no run {clean(key, 80)}".rstrip())
         return row
 
     def _shown(self, row: Any) -> dict[str, Any]:
@@ -348,7 +350,7 @@ def _asked(request: Request) -> queries.Asked:
     given = {name: request.query_params.get(name, "").strip()[:200] for name in ("state", "q", "code", "sort")}
     for name, valid in (("state", STATES), ("sort", queries.SORTS)):
         if given[name] and given[name] not in valid:
-            raise _Refused(400, f"there is no {name} {clean(given[name], 40)!r}; there are {', '.join(valid)}")
+            raise _RefusedError(400, f"there is no {name} {clean(given[name], 40)!r}; there are {', '.join(valid)}")
     page = _whole(request, "page", 0, range(1000))
     return queries.Asked(**{name: value for name, value in given.items() if value}, page=page)
 
@@ -356,7 +358,7 @@ def _asked(request: Request) -> queries.Asked:
 def _whole(request: Request, name: str, default: int, valid: Any) -> int:
     text = request.query_params.get(name, "") or str(default)
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) in valid):
-        raise _Refused(400, f"{name} is no valid number: {clean(text, 40)!r}")
+        raise _RefusedError(400, f"{name} is no valid number: {clean(text, 40)!r}")
     return int(text)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, case, distinct, exists, func, or_, select, true
+from sqlalchemy import Connection, Row, Select, and_, case, distinct, exists, false, func, or_, select, true
 
 from ddpdebug.hub import schema
 from ddpdebug.hub.groups import Facts, facts
@@ -71,8 +71,8 @@ def runs(connection: Connection, asked: Asked) -> tuple[list[Row[Any]], bool]:
 
 def counts(connection: Connection, asked: Asked) -> dict[str, int]:
     """Return how many runs are in each state, of those that are asked for otherwise."""
-    found = _asked(select(_run.state, func.count()), asked).group_by(_run.state)
-    return {state: count for state, count in connection.execute(found)}
+    found = _asked(select(_run.state, func.count().label("runs")), asked).group_by(_run.state)
+    return {row.state: row.runs for row in connection.execute(found)}
 
 
 def _asked(statement: Select[Any], asked: Asked) -> Select[Any]:
@@ -92,16 +92,18 @@ def run(connection: Connection, key: str) -> Row[Any] | None:
 
 def sparks(connection: Connection, shown: Sequence[Row[Any]]) -> dict[str, list[tuple[int, float]]]:
     """Return the losses of the lowest rank of each run, thinned to what a small curve shows."""
-    strides = {one.key: max(1, (one.last_step or 0) // one.width // _SPARK) for one in shown}
-    by_stride: dict[int, list[str]] = {}
-    for key, stride in strides.items():
-        by_stride.setdefault(stride, []).append(key)
-    if not by_stride:
-        return {}
-    picked = or_(*(and_(_summary.run.in_(keys), _summary.bucket % n == 0) for n, keys in by_stride.items()))
+    curves: dict[str, list[tuple[int, float]]] = {one.key: [] for one in shown}
+    alike: dict[tuple[int, int], list[str]] = {}
+    for one in shown:
+        stride = max(1, (one.last_step or 0) // one.width // _SPARK)
+        alike.setdefault((one.width, stride), []).append(one.key)
+    every = (
+        and_(_summary.run.in_(keys), _summary.first_step // width % stride == 0)
+        for (width, stride), keys in alike.items()
+    )
+    picked = or_(false(), *every)
     loss = _summary.loss_sum / _summary.losses
     found = select(_summary.run, _summary.first_step, loss).where(picked, _summary.rank == 0, _summary.losses > 0)
-    curves: dict[str, list[tuple[int, float]]] = {key: [] for key in strides}
     for key, step, value in connection.execute(found.order_by(_summary.run, _summary.bucket)):
         curves[key].append((step, value))
     return curves
