@@ -1,0 +1,538 @@
+"""The database of the hub: mirrored run directories, and what is derived from them. SQLite or Postgres, by URL.
+
+What a run has written is the truth; a batch of it and all that follows from that are one transaction, so that a hub
+that is killed, or has no room left, shows what it showed before. One batch of a run at a time, in however many hubs.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from ddpdebug.errors import UsageError
+from ddpdebug.hub import derived, states
+from ddpdebug.hub.schema import VERSION, about, chunk, file, finding, forgotten, metadata, rank, run, summary
+from ddpdebug.run_directory.mirror import (
+    BATCH,
+    KEY,
+    MAX_DOCUMENT,
+    MAX_FILE,
+    Held,
+    Mirror,
+    Piece,
+    digest_of,
+    is_document,
+)
+from ddpdebug.run_directory.reader import CHECK, FINDINGS, OUTCOME, RUN, read_findings
+from ddpdebug.schema.finding import Finding
+
+#: Bytes and files of one run; steps and observations have 64 MiB each.
+MAX_RUN, MAX_FILES = 256 << 20, 20_000
+#: Bytes of a chunk that the next ones are added to.
+_CHUNK = 64 << 10
+
+
+class NotWantedError(Exception):
+    """A batch of a run that the hub has deleted, or that names no run."""
+
+
+class Store:
+    """The runs that a hub knows.
+
+    Args:
+        place: a file for SQLite, or a URL of SQLAlchemy (`postgresql+psycopg://...`).
+        clock: seconds since the epoch.
+
+    Raises:
+        UsageError: the database cannot be opened, or was made by another version.
+    """
+
+    def __init__(self, place: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.clock, self._lock, self._begun = clock, threading.Lock(), clock()
+        try:
+            self._engine = _engine(place)
+            self._is_sqlite = self._engine.dialect.name == "sqlite"
+            self._prepare()
+        except (SQLAlchemyError, ArgumentError, ImportError, OSError) as error:
+            raise UsageError(f"the hub cannot open {str(place)!r}: {_words(error)}") from None
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    # --- transactions -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Yield a connection that sees one moment of the database."""
+        with self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self, key: str = "") -> Iterator[Connection]:
+        """Yield a connection whose changes are kept together, or not at all; one at a time for each run.
+
+        Args:
+            key: of the run that is written.
+        """
+        if self._is_sqlite:
+            with self._lock, self._engine.execution_options(writes=True).begin() as connection:
+                yield connection
+            return
+        with self._engine.begin() as connection:
+            connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(f"ddpdebug hub {key}"))))
+            yield connection
+
+    def put(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], **other: _Change) -> None:
+        """Insert rows, or change those columns of the ones that are there which the rows name.
+
+        Args:
+            other: column -> what a row that is there gets instead, in the terms of `excluded` and of the table.
+        """
+        for names in {tuple(sorted(row)) for row in rows}:
+            some = [dict(row) for row in rows if tuple(sorted(row)) == names]
+            statement = (sqlite.insert if self._is_sqlite else postgresql.insert)(table)
+            keys = [column.name for column in table.primary_key]
+            changes = {name: statement.excluded[name] for name in names if name not in keys}
+            changes |= {name: make(statement.excluded) for name, make in other.items()}
+            if changes:
+                connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), some)
+            else:
+                connection.execute(statement.on_conflict_do_nothing(index_elements=keys), some)
+
+    def _prepare(self) -> None:
+        with self.write() as connection:
+            metadata.create_all(connection)
+            self.put(connection, about, [{"name": "version", "value": str(VERSION)}], value=_kept(about.c.value))
+            known = connection.execute(select(about.c.value).where(about.c.name == "version")).scalar_one()
+        if known != str(VERSION):
+            raise UsageError(
+                f"this database was made by another version of ddpdebug (layout {known}, this one has {VERSION}); "
+                "name another one, and import the runs again"
+            )
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def receive(
+        self, key: str, source: str, pieces: Iterable[Piece], *, all_files: bool = False, at: float | None = None
+    ) -> dict[str, Held]:
+        """Take in pieces of a run's files; return what there is now of these files, of what is taken at all.
+
+        Args:
+            source: `push`, `watch` or `import`.
+            all_files: return what there is of all files.
+            at: when the run has written that; the default is now.
+
+        Raises:
+            NotWantedError: nothing of this run is taken.
+        """
+        now = self.clock()
+        if not KEY.fullmatch(key):
+            raise NotWantedError(f"{key[:80]!r} names no run")
+        with self.write(key) as connection:
+            if connection.execute(select(forgotten.c.run).where(forgotten.c.run == key)).first() is not None:
+                raise NotWantedError("the run was deleted here, for its age or for lack of room")
+            self._welcome(connection, key, source, now, at)
+            there, named, changed = self._apply(connection, key, pieces, now)
+            self._derive(connection, key, changed, now, at)
+            return {path: held for path, held in there.items() if all_files or path in named}
+
+    def _welcome(self, connection: Connection, key: str, source: str, now: float, at: float | None) -> None:
+        begun = derived.seconds(f"{key[:4]}-{key[4:6]}-{key[6:11]}:{key[11:13]}:{key[13:16]}")
+        if begun is None:
+            raise NotWantedError(f"{key!r} names no run: its time is none")
+        row = {"key": key, "run_id": key.partition("-")[2], "started": begun, "source": source, "state": "running"}
+        times = {"first_seen": now, "last_seen": now if at is None else min(at, now), "changed": now}
+        change = {each.name: _kept(each) for each in (run.c.state, run.c.first_seen, run.c.changed)}
+        self.put(connection, run, [row | times], **change, last_seen=_larger(run.c.last_seen))
+
+    def _apply(
+        self, connection: Connection, key: str, pieces: Iterable[Piece], now: float
+    ) -> tuple[dict[str, Held], set[str], set[str]]:
+        """Apply the pieces; return all files of the run, those that were named, and those that have changed."""
+        rows = connection.execute(select(file.c.path, file.c.size, file.c.digest).where(file.c.run == key))
+        there = {path: Held(size, digest) for path, size, digest in rows}
+        bytes_of_run = sum(held.size for held in there.values())
+        named, changed = set[str](), set[str]()
+        for piece in pieces:
+            whole = is_document(piece.path)
+            if whole is None:
+                continue
+            named.add(piece.path)
+            held = there.get(piece.path)
+            if piece.gone or piece.replace:
+                if piece.replace and held == Held(len(piece.data), digest_of(piece.data)):
+                    continue  # a repeated one
+                self._remove(connection, key, piece.path)
+                if piece.replace and held is not None and piece.path.startswith("steps"):
+                    self._unfold(connection, key)
+                there.pop(piece.path, None)
+                bytes_of_run -= 0 if held is None else held.size
+                changed.add(piece.path)
+                held = None
+            if piece.gone:
+                continue
+            size, digest = held or Held(0, digest_of(b""))
+            data = piece.data[size - piece.start :] if piece.start <= size else b""
+            if piece.start > size or (held is not None and not data):
+                continue
+            most = MAX_DOCUMENT if whole else MAX_FILE
+            if size + len(data) > most or bytes_of_run + len(data) > MAX_RUN or len(there) >= MAX_FILES:
+                continue
+            self._append(connection, key, piece.path, size, data)
+            there[piece.path] = Held(size + len(data), digest_of(data, digest))
+            bytes_of_run += len(data)
+            changed.add(piece.path)
+        self.put(
+            connection,
+            file,
+            [
+                {"run": key, "path": path, "is_document": is_document(path), "changed": now, **there[path]._asdict()}
+                for path in changed & there.keys()
+            ],
+        )
+        return there, named, changed
+
+    def _append(self, connection: Connection, key: str, path: str, size: int, data: bytes) -> None:
+        mine = (chunk.c.run == key) & (chunk.c.path == path)
+        last = select(chunk.c.start, func.length(chunk.c.data)).where(mine).order_by(chunk.c.start.desc()).limit(1)
+        found = connection.execute(last).first() if size else None
+        if found is not None and found[1] + len(data) <= _CHUNK:
+            before = connection.execute(select(chunk.c.data).where(mine, chunk.c.start == found[0])).scalar_one()
+            connection.execute(update(chunk).where(mine, chunk.c.start == found[0]).values(data=bytes(before) + data))
+        else:
+            connection.execute(insert(chunk).values(run=key, path=path, start=size, data=data))
+
+    def _remove(self, connection: Connection, key: str, path: str) -> None:
+        for table in (chunk, file):
+            connection.execute(delete(table).where(table.c.run == key, table.c.path == path))
+
+    def _unfold(self, connection: Connection, key: str) -> None:
+        """Forget what was concluded from rows: a file of them is another one than it was."""
+        connection.execute(delete(summary).where(summary.c.run == key))
+        connection.execute(update(file).where(file.c.run == key, file.c.path.like("steps%")).values(folded=0))
+        connection.execute(update(run).where(run.c.key == key).values(width=1, rate=None, last_step=None))
+        connection.execute(update(rank).where(rank.c.run == key).values(last_step=None))
+
+    # --- what follows from it -----------------------------------------------------------------------------------------
+
+    def _derive(
+        self, connection: Connection, key: str, changed: AbstractSet[str], now: float, at: float | None
+    ) -> None:
+        row = connection.execute(select(run).where(run.c.key == key)).mappings().one()
+        new: dict[str, Any] = {}
+        if RUN in changed:
+            told = derived.document(self._content(connection, key, RUN))
+            new |= derived.of_run(told or {})
+        document = json.loads(new.get("document") or row["document"] or "{}")
+        if any(path.endswith(FINDINGS) or path == RUN for path in changed):
+            new |= self._findings(connection, key, now)
+        new |= self._rows(connection, key, changed, document, row, now if at is None else min(at, now))
+        self._ranks(connection, key, changed, str(document.get("run")), document)
+        if changed:
+            size = select(func.coalesce(func.sum(file.c.size), 0)).where(file.c.run == key)
+            new["bytes"] = int(connection.execute(size).scalar_one())
+        self._judge(connection, {**row, **new}, document, now, new)
+        different = {name: value for name, value in new.items() if row[name] != value}
+        if different:
+            connection.execute(update(run).where(run.c.key == key).values(**different, changed=now))
+
+    def _findings(self, connection: Connection, key: str, now: float) -> dict[str, Any]:
+        with self.copied(connection, key, (RUN, "%" + FINDINGS)) as directory:
+            found = read_findings(directory)
+        rows = {one["id"]: one for place, each in enumerate(found) if (one := derived.of_finding(each, place))}
+        mine = finding.c.run == key
+        known = {
+            each.id: (each.place, each.document)
+            for each in connection.execute(select(finding.c.id, finding.c.place, finding.c.document).where(mine))
+        }
+        gone = known.keys() - rows.keys()
+        if gone:
+            connection.execute(delete(finding).where(mine, finding.c.id.in_(gone)))
+        different = [one for one in rows.values() if known.get(one["id"]) != (one["place"], one["document"])]
+        # seen one after the other, so that who asks for later ones misses none
+        stamped = [one | {"run": key, "first_seen": now + 1e-6 * place} for place, one in enumerate(different)]
+        if stamped:
+            self.put(connection, finding, stamped, first_seen=_kept(finding.c.first_seen))
+        return {"findings": len(rows), "newest_finding": found[-1].code[:20] if found else None}
+
+    def _rows(
+        self,
+        connection: Connection,
+        key: str,
+        changed: AbstractSet[str],
+        document: Mapping[str, Any],
+        row: Mapping[str, Any],
+        at: float,
+    ) -> dict[str, Any]:
+        layout = derived.layout_of(document)
+        paths = self._steps(connection, key) if any(path == RUN or path.startswith("steps") for path in changed) else []
+        if layout is None or not paths:
+            return {}
+        folding = derived.Folding(row["width"], derived.number(document.get("world")), row["rate"])
+        for path in paths:
+            self._fold(connection, key, path, lambda data, start: folding.take(data, start, layout))
+        if not folding.last:
+            return {}
+        self._keep(connection, key, folding, row["width"])
+        newest = max(folding.last.values())
+        moved = row["last_step"] is None or newest > row["last_step"]
+        steps = {"last_step": newest, "last_step_at": at} if moved else {}
+        return {"width": folding.width, "rate": folding.rate, **steps}
+
+    def _steps(self, connection: Connection, key: str) -> list[str]:
+        found = connection.execute(select(file.c.path).where(file.c.run == key, file.c.path.like("steps%")))
+        return sorted(found.scalars(), key=lambda path: (path != "steps.bin", path))
+
+    def _fold(self, connection: Connection, key: str, path: str, take: Callable[[bytes, int], int]) -> None:
+        """Give what has come of a file, and was not given yet, to a function that says how far it has got."""
+        one = (file.c.run == key) & (file.c.path == path)
+        folded = connection.execute(select(file.c.folded).where(one)).scalar()
+        if folded is None:  # it has gone
+            return
+        until = take(self._content(connection, key, path, folded) or b"", folded)
+        connection.execute(update(file).where(one).values(folded=until))
+
+    def _keep(self, connection: Connection, key: str, folding: derived.Folding, width: int) -> None:
+        mine = summary.c.run == key
+        buckets = folding.buckets
+        if folding.width != width:
+            rows = connection.execute(select(summary).where(mine).order_by(summary.c.rank, summary.c.bucket))
+            names = derived.Bucket.__slots__
+            old = [
+                ((each.rank, each.bucket), derived.Bucket(*(getattr(each, name) for name in names))) for each in rows
+            ]
+            connection.execute(delete(summary).where(mine))
+            times = folding.width // width
+            wide = derived.merged(old, times)
+            buckets = derived.merged([*wide.items(), *buckets.items()], 1)
+        added = [{"run": key, "rank": r, "bucket": b, **asdict(one)} for (r, b), one in buckets.items()]
+        column = summary.c
+        sums = (column.steps, column.loss_sum, column.losses, column.seconds_sum, column.differing)
+        change = {each.name: _added(each) for each in sums}
+        change |= {each.name: _larger(each) for each in (column.last_step, column.seconds_max)}
+        change |= {"first_step": _smaller(column.first_step), "loss_last": _known(column.loss_last)}
+        self.put(connection, summary, added, **change)
+        newest = [{"run": key, "rank": r, "last_step": step} for r, step in folding.last.items()]
+        self.put(connection, rank, newest)
+
+    def _ranks(
+        self, connection: Connection, key: str, changed: AbstractSet[str], run_id: str, document: Mapping[str, Any]
+    ) -> None:
+        world = min(derived.number(document.get("world")) or 0, derived.RANKS)
+        rows: list[dict[str, Any]] = []
+        for path in changed:
+            if path.startswith("ranks/") and not path.endswith(FINDINGS):
+                columns = derived.of_rank(path, self._content(connection, key, path) or b"", run_id)
+                rows.append({"rank": int(path.split("/")[1]), **columns})
+            elif path.startswith("observations"):
+
+                def take(data: bytes, start: int) -> int:
+                    whole = data.rfind(b"\n") + 1
+                    rows.extend({"rank": r, **columns} for r, columns in derived.told(data[:whole]))
+                    return start + whole
+
+                self._fold(connection, key, path, take)
+        if RUN in changed:
+            waiting = document.get("waiting")
+            connection.execute(update(rank).where(rank.c.run == key).values(phase=None))
+            if isinstance(waiting, dict) and isinstance(ranks := waiting.get("ranks"), list):
+                words = [derived.text(waiting.get(name)) for name in ("state", "location")]
+                phase = " in ".join(filter(None, words))
+                rows += [
+                    {"rank": r, "phase": phase} for r in map(derived.number, ranks[: derived.RANKS]) if r is not None
+                ]
+        for one in rows:
+            if 0 <= one["rank"] < world and len(one) > 1:
+                self.put(connection, rank, [{"run": key, **one}])
+
+    def _judge(
+        self,
+        connection: Connection,
+        row: Mapping[str, Any],
+        document: Mapping[str, Any],
+        now: float,
+        new: dict[str, Any],
+    ) -> None:
+        """Put the state of a run among what is new of it."""
+        key = row["key"]
+        found = connection.execute(select(finding.c.document).where(finding.c.run == key)).scalars()
+        outcomes = {}
+        paths = select(file.c.path).where(file.c.run == key, file.c.path.like(f"ranks/%/{OUTCOME}"))
+        for path in connection.execute(paths.limit(derived.RANKS)).scalars():
+            outcome = derived.document(self._content(connection, key, path))
+            if outcome is not None and outcome.get("run") == document.get("run"):
+                outcomes[int(path.split("/")[1])] = outcome
+        check = derived.document(self._content(connection, key, CHECK))
+        check = check if check is not None and check.get("run") == document.get("run") else None
+        silent = now - max(row["last_seen"], self._begun if row["source"] != "import" else 0.0)
+        state = states.state_of(
+            states.Told(document, outcomes, check),
+            [Finding.from_json(each) for each in found],
+            silent,
+            states.PATIENCE[row["source"]],
+        )
+        new |= state._asdict()
+
+    def look_again(self) -> list[str]:
+        """Find the runs that nobody has heard of for long, or again; return those whose state has changed."""
+        now, found = self.clock(), []
+        with self.read() as connection:
+            live = list(connection.execute(select(run.c.key, run.c.last_seen).where(run.c.state.in_(states.LIVE))))
+        for key, seen in live:
+            if abs(now - seen) < min(states.PATIENCE.values()):
+                continue
+            with self.write(key) as connection:
+                row = connection.execute(select(run).where(run.c.key == key)).mappings().first()
+                if row is None:
+                    continue
+                new: dict[str, Any] = {}
+                if row["last_seen"] > now:  # the clock was set back
+                    new["last_seen"] = now
+                self._judge(connection, {**row, **new}, json.loads(row["document"] or "{}"), now, new)
+                different = {name: value for name, value in new.items() if row[name] != value}
+                if different:
+                    connection.execute(update(run).where(run.c.key == key).values(**different, changed=now))
+                    found.append(key)
+        return found
+
+    # --- mirrored files -----------------------------------------------------------------------------------------------
+
+    def content(self, key: str, path: str) -> bytes | None:
+        """Return a file of a run as it was mirrored; None where there is none."""
+        with self.read() as connection:
+            return self._content(connection, key, path)
+
+    def _content(self, connection: Connection, key: str, path: str, start: int = 0) -> bytes | None:
+        mine = (chunk.c.run == key) & (chunk.c.path == path)
+        first = select(func.max(chunk.c.start)).where(mine, chunk.c.start <= start).scalar_subquery()
+        rows = connection.execute(
+            select(chunk.c.start, chunk.c.data).where(mine, chunk.c.start >= first).order_by(chunk.c.start)
+        ).all()
+        if not rows:
+            return None
+        return b"".join(bytes(data) for _, data in rows)[start - rows[0][0] :]
+
+    @contextmanager
+    def copied(self, connection: Connection, key: str, patterns: Sequence[str] = ("%",)) -> Iterator[Path]:
+        """Yield a directory with mirrored files of a run, for the readers of a run directory; it is deleted after.
+
+        Args:
+            patterns: of paths, as SQL has them.
+        """
+        with tempfile.TemporaryDirectory(prefix="ddpdebug-hub-") as name:
+            directory = Path(name)
+            for pattern in patterns:
+                paths = select(file.c.path).where(file.c.run == key, file.c.path.like(pattern))
+                for path in connection.execute(paths).scalars().all():
+                    target = directory / path
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(self._content(connection, key, path) or b"")
+            yield directory
+
+    # --- what goes ----------------------------------------------------------------------------------------------------
+
+    def forget(self, keep: float, most: int) -> list[str]:
+        """Delete runs that are over and older than `keep` seconds, and the oldest beyond `most` bytes; return them."""
+        now, gone = self.clock(), []
+        with self.read() as connection:
+            rows = connection.execute(
+                select(run.c.key, run.c.last_seen, run.c.bytes, run.c.state).order_by(run.c.last_seen)
+            )
+            runs = [tuple(row) for row in rows]
+        left = sum(size for _, _, size, _ in runs)
+        for key, seen, size, state in runs:
+            if state not in states.LIVE and (now - seen > keep or left > most):
+                self.delete(key)
+                left -= size
+                gone.append(str(key))
+        if gone and self._is_sqlite:
+            with suppress(SQLAlchemyError), self._engine.connect() as connection:
+                connection.execute(text("PRAGMA incremental_vacuum"))
+        return gone
+
+    def delete(self, key: str) -> None:
+        """Delete a run; it is not taken again."""
+        with self.write(key) as connection:
+            self.put(connection, forgotten, [{"run": key, "time": self.clock()}])
+            for table in (chunk, file, finding, summary, rank):
+                connection.execute(delete(table).where(table.c.run == key))
+            connection.execute(delete(run).where(run.c.key == key))
+
+
+_Change = Callable[[Any], Any]  # what a row gets that was to be inserted and is there, of the one that was
+
+
+def _kept(column: Any) -> _Change:
+    return lambda _: column
+
+
+def _known(column: Any) -> _Change:
+    return lambda new: func.coalesce(new[column.name], column)
+
+
+def _added(column: Any) -> _Change:
+    return lambda new: column + new[column.name]
+
+
+def _larger(column: Any) -> _Change:
+    return lambda new: case((new[column.name] > column, new[column.name]), else_=column)
+
+
+def _smaller(column: Any) -> _Change:
+    return lambda new: case((new[column.name] < column, new[column.name]), else_=column)
+
+
+def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = None) -> None:
+    """Bring a store up to date with a run directory.
+
+    Raises:
+        NotWantedError: the store does not take the run.
+        ValueError, OSError: the directory is another run's now, or cannot be read.
+    """
+    mirror.learn(store.receive(mirror.key, source, [], all_files=True, at=at))
+    while pieces := mirror.pieces(BATCH):
+        mirror.learn(store.receive(mirror.key, source, pieces, at=at))
+
+
+def _engine(place: str | Path) -> Engine:
+    if "://" in str(place):
+        engine = create_engine(str(place), pool_pre_ping=True)
+    else:
+        path = Path(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.touch(mode=0o600)  # runs are for whom the hub lets see them
+        engine = create_engine(f"sqlite:///{path.absolute()}", connect_args={"timeout": 30})
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    elif engine.dialect.name != "postgresql":
+        raise UsageError(f"a hub keeps its runs in SQLite or Postgres, not in {engine.dialect.name}")
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # transactions are begun below
+    for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = OFF"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "orig", None) or error).splitlines()[0][:300]
