@@ -14,7 +14,7 @@ Facts = Mapping[str, str]
 Fact = tuple[str, str]
 
 _MAX_FACTS, _MAX_TEXT, _MAX_SHOWN, _TOGETHER = 400, 200, 6, 3
-#: How seldom as many runs, picked blindly, would all share what these share.
+#: How likely as many runs, picked blindly, would share any of the facts in which runs differ.
 _CHANCE = 0.01
 
 
@@ -60,11 +60,12 @@ def _arguments(words: Sequence[str]) -> list[Fact]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Facts that all runs of a group share, and always together, and how many of the other runs have them too."""
+    """Facts that all runs of a group share, and always together, and how many of how many other runs have them too."""
 
     facts: tuple[Fact, ...]
     more: int
     others: int
+    of: int
 
 
 def holders(runs: Mapping[str, Facts]) -> dict[Fact, set[str]]:
@@ -79,7 +80,7 @@ def holders(runs: Mapping[str, Facts]) -> dict[Fact, set[str]]:
 def shared(members: set[str], having: Mapping[Fact, set[str]], runs: int) -> list[Shared]:
     """Return what all members have in common and few others have, the most telling first.
 
-    What as many runs, picked blindly of all, would share in one case of a hundred is told: it is a hint, no proof.
+    Only what as many runs, picked blindly of all, would hardly share: that is a hint, and no proof.
 
     Args:
         having: as `holders` returns it for all runs, members and others.
@@ -87,13 +88,19 @@ def shared(members: set[str], having: Mapping[Fact, set[str]], runs: int) -> lis
     """
     if not 2 <= len(members) < runs:
         return []
-    total = comb(runs, len(members))
+    told_apart = {name for (name, _), those in having.items() if len(those) < runs}
+    seldom = comb(runs, len(members)) * _CHANCE / max(1, len(told_apart))
     by_others: dict[frozenset[str], list[Fact]] = {}
     for fact, those in having.items():
-        if members <= those and comb(len(those), len(members)) / total <= _CHANCE:
+        if members <= those and comb(len(those), len(members)) <= seldom:
             by_others.setdefault(frozenset(those - members), []).append(fact)
     return [
-        Shared(facts=tuple(told[:_TOGETHER]), more=max(0, len(told) - _TOGETHER), others=len(others))
+        Shared(
+            facts=tuple(told[:_TOGETHER]),
+            more=max(0, len(told) - _TOGETHER),
+            others=len(others),
+            of=runs - len(members),
+        )
         for others, told in sorted(by_others.items(), key=lambda item: len(item[0]))
     ][:_MAX_SHOWN]
 

@@ -27,13 +27,14 @@ from ddpdebug.hub.states import STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import SWATCHES, lines, path, timeline
 from ddpdebug.reports.page import checked, finding_article, report
+from ddpdebug.run_directory import mirror
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import BUNDLE, SEPARATOR, clean, number, ranks_text
 
 _STATIC = {"hub.css": "text/css", "hub.js": "text/javascript", "icon.svg": "image/svg+xml"}
 #: The report is a page of its own that brings its style along.
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-_MAX_COMPARED = 8
+_MAX_COMPARED, _MAX_BUNDLES = 8, 100
 _MAX_FORM, _MAX_TEXT, _MAX_AUTHOR = 16 << 10, 2000, 80
 _HOURS = (1, 24, 168, 720)
 _SPANS = {1: "a day", 7: "a week", 30: "30 days", 0: "all"}
@@ -77,6 +78,7 @@ class _Pages:
             loader=PackageLoader("ddpdebug.hub"),
             autoescape=True,
             undefined=StrictUndefined,
+            finalize=_printable,
             trim_blocks=True,
             lstrip_blocks=True,
         )
@@ -121,7 +123,7 @@ class _Pages:
             curves = queries.curves(connection, key)
             found = queries.findings(connection, key)
             ranks = queries.ranks(connection, key)
-            listed = queries.document(connection, key, "bundles.json")
+            listed = queries.document(connection, key, mirror.BUNDLES)
             notes = queries.notes(connection, run=key)
             facts = self._facts.of(connection, [key]).get(key, {})
             others = {row.group: row.runs for row in queries.sizes(connection, {one.group for one in found})}
@@ -133,12 +135,13 @@ class _Pages:
             for place, (one, finding) in enumerate(read)
         ]
         marks = {one.step: f"{one.code}: {clean(one.title, 120)}" for one in reversed(found) if one.step is not None}
+        place, bundles = _bundles(listed, [finding for _, finding in read])
         settings = [item for item in facts.items() if item[0].startswith("ddpdebug ")]
         return self._page(
             "run.html", title=_name(row), run=self._shown(row), tiles=_tiles(row, document, found),
             waiting=_waiting(document), articles=articles, left_out=(row.findings or 0) - len(articles),
             charts=_charts(curves, marks), ranks=[_rank(one) for one in ranks],
-            bundles=_bundles(listed, [finding for _, finding in read]), settings=settings,
+            place=place, bundles=bundles, settings=settings,
             facts=[item for item in facts.items() if item not in settings], notes=notes,
         )  # fmt: skip
 
@@ -150,8 +153,9 @@ class _Pages:
         try:
             with self._store.read() as connection:
                 self._known(queries.run(connection, key), key)
+                place, _ = _bundles(queries.document(connection, key, mirror.BUNDLES), [])
                 with self._store.copied(connection, key) as directory:
-                    page = report(directory, name=key)
+                    page = report(directory, name=place or key)
         except ValueError as error:
             raise _RefusedError(409, f"no report can be made of it: {clean(error)}") from None
         finally:
@@ -362,6 +366,13 @@ def _whole(request: Request, name: str, default: int, valid: Any) -> int:
     return int(text)
 
 
+def _printable(value: object) -> object:
+    """Return what a template writes: texts of jobs without what steers a terminal or the direction of writing."""
+    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
+        return value
+    return "".join(c if c.isprintable() or c == "\n" else clean(c) for c in value)
+
+
 def _name(row: Any) -> str:
     return clean(row.name or row.key, 80)
 
@@ -444,10 +455,19 @@ def _rank(row: Any) -> dict[str, Any]:
     }
 
 
-def _bundles(listed: Any, found: Sequence[Finding]) -> list[dict[str, str]]:
-    """Return how to run again what is kept of a run: bundles of findings, and those that are listed."""
+def _bundles(listed: Any, found: Sequence[Finding]) -> tuple[str, list[str]]:
+    """Return where the run directory is, and the bundles in it: those of findings first."""
+    told = listed if isinstance(listed, Mapping) else {}
+    place, kept = told.get("directory"), told.get("bundles")
+    place = place if isinstance(place, str) else ""
     names = [str(finding.evidence[BUNDLE]) for finding in found if BUNDLE in finding.evidence]
-    return [{"command": f"replay {clean(name, 400)} --model file.py:build"} for name in dict.fromkeys(names)]
+    shown = {name.rpartition("/")[2] for name in names}
+    names += [
+        f"{place}/{name}"
+        for name in (kept if isinstance(kept, list) else ())
+        if str(name).rpartition("/")[2] not in shown
+    ]
+    return clean(place, 1000), [clean(name, 1000) for name in dict.fromkeys(names)][:_MAX_BUNDLES]
 
 
 def _finding(line: str) -> Finding | None:

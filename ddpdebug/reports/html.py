@@ -192,8 +192,9 @@ def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
 
 def _ticks(steps: tuple[int, int], height: int) -> str:
     places = sorted({steps[0] + round((steps[1] - steps[0]) * i / 6) for i in range(7)})
-    texts = (f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places)
-    return "".join(texts)
+    texts = [f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places[:-1]]
+    last = f'<text x="{_WIDTH}" y="{height - 8}" text-anchor="end">{places[-1]}</text>'  # as long as it may be
+    return "".join([*texts, last])
 
 
 def _marks(steps: tuple[int, int], marks: Mapping[int, str], bottom: int) -> str:
