@@ -126,12 +126,13 @@ class _Pages:
             listed = queries.document(connection, key, mirror.BUNDLES)
             notes = queries.notes(connection, run=key)
             facts = self._facts.of(connection, [key]).get(key, {})
-            others = {row.group: row.runs for row in queries.sizes(connection, {one.group for one in found})}
+            groups = queries.sizes(connection, {one.group for one in found})
+            of_groups = queries.notes(connection)
         document = queries.parsed(row.document)
         document = document if isinstance(document, dict) else {}
         read = [(one, finding) for one in found if (finding := _finding(one.document)) is not None]
         articles = [
-            Markup(finding_article(finding, self._more(one, place, others)))  # noqa: S704 - it escapes
+            Markup(finding_article(finding, self._more(one, place, groups[one.group], of_groups)))  # noqa: S704 - it escapes
             for place, (one, finding) in enumerate(read)
         ]
         marks = {one.step: f"{one.code}: {clean(one.title, 120)}" for one in reversed(found) if one.step is not None}
@@ -174,6 +175,7 @@ class _Pages:
             curves = [queries.curves(connection, key) for key in keys]
             facts = self._facts.of(connection, keys)
             found = queries.groups_of(connection, keys)
+            others, _ = queries.runs(connection, queries.Asked(sort="newest"))
         shown = [self._shown(row) for row in rows]
         for one in shown:  # a name may be that of several
             if sum(other["shown"] == one["shown"] for other in shown) > 1:
@@ -195,7 +197,7 @@ class _Pages:
         ]
         return self._page(
             "compare.html", title="Runs compared", runs=shown, charts=charts, found=different, any_found=bool(found),
-            differing=differing([facts.get(key, {}) for key in keys]),
+            differing=differing([facts.get(key, {}) for key in keys]), others=map(self._shown, others),
         )  # fmt: skip
 
     def groups(self, request: Request) -> Response:
@@ -210,7 +212,7 @@ class _Pages:
         having = holders(facts)
         shown = [
             {
-                **self._group(row, [note for note in notes if note.group == row.group]),
+                **self._group(row, notes),
                 "shared": shared(those.get(row.group, set()), having, len(facts))[:1],
             }
             for row in rows
@@ -296,35 +298,41 @@ class _Pages:
         told = {name: value for name, value in row._mapping.items() if name != "document"}  # noqa: SLF001 - SQLAlchemy's
         return {**told, "shown": _name(row), "about": SEPARATOR.join(clean(part, 80) for part in about if part)}
 
-    def _more(self, one: Any, place: int, others: Mapping[str, int]) -> str:
-        """Return what stands below a finding: its runbook, and the way to its group."""
+    def _more(self, one: Any, place: int, group: Any, notes: Sequence[Any]) -> str:
+        """Return what stands below a finding: its runbook, the way to its group, and what somebody has said of that."""
         macro = self._templates.get_template("parts.html").module.more  # type: ignore[attr-defined] # of the template
-        prose = _runbooks().get(one.code)
-        return str(macro(prose, f"runbook-{place}", _link(one.group), others.get(one.group, 1) - 1))
+        word, _ = self._said(notes, one.group, group.told)
+        return str(macro(_runbooks().get(one.code), f"runbook-{place}", _link(one.group), group.runs - 1, word))
 
     def _group_name(self, row: Any) -> dict[str, Any]:
         return {"code": row.code, "title": row.title, "severity": row.severity, "link": _link(row.group)}
 
     def _group(self, row: Any, notes: Sequence[Any]) -> dict[str, Any]:
-        """Return a group as it is shown, and whether somebody has said that it needs no attention now."""
-        word, quiet = "", False
-        now = self._clock()
-        for note in notes:  # the newest first
-            if note.kind == "mute" and note.until is not None and note.until > now:
-                word, quiet = f"muted until {_stamp(note.until)} by {note.author or 'somebody'}", True
-            elif note.kind == "ack":
-                quiet = note.time >= row.told
-                word = f"acknowledged {self._ago(note.time)} by {note.author or 'somebody'}"
-                word += "" if quiet else "; seen again since"
-            else:
-                continue
-            break
+        """Return a group as it is shown."""
+        word, quiet = self._said(notes, row.group, row.told)
         return {
             "code": row.code, "title": row.title, "link": _link(row.group), "runs": row.runs, "live": row.live,
             "since": row.since, "newest": row.newest, "word": word, "quiet": quiet,
             "severity": Severity(row.gravity).label if row.gravity >= 0 else "",
-            "kind": row.group.removeprefix(row.code).strip(" :/"),
+            "kind": row.group.removeprefix(row.code).strip(),
         }  # fmt: skip
+
+    def _said(self, notes: Sequence[Any], group: str, told: float) -> tuple[str, bool]:
+        """Return in words what the newest of the notes come to, and whether a group needs no attention now.
+
+        Args:
+            told: when the hub was told of a finding of the group last.
+        """
+        for note in notes:  # the newest first
+            who = note.author or "somebody"
+            if note.group != group:
+                continue
+            if note.kind == "mute" and (note.until or 0.0) > self._clock():
+                return f"muted until {_stamp(note.until)} by {who}", True
+            if note.kind == "ack":
+                quiet = note.time >= told
+                return f"acknowledged {self._ago(note.time)} by {who}{'' if quiet else '; seen again since'}", quiet
+        return "", False
 
     def _ago(self, seconds: float) -> str:
         """Return a time in words beside now: `12 s ago`, `3 h ago`, and the day for what is older."""

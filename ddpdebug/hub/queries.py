@@ -212,10 +212,11 @@ def groups(connection: Connection, since: float, *, group: str | None = None) ->
     return list(connection.execute(found))
 
 
-def sizes(connection: Connection, names: Iterable[str]) -> list[Row[Any]]:
-    """Return groups with the number of runs that have them."""
-    found = select(_finding.group, func.count(distinct(_finding.run)).label("runs"))
-    return list(connection.execute(found.where(_finding.group.in_(list(names))).group_by(_finding.group)))
+def sizes(connection: Connection, names: Iterable[str]) -> dict[str, Row[Any]]:
+    """Return group -> the number of runs that have it, and when the hub was told of it last."""
+    number, told = func.count(distinct(_finding.run)).label("runs"), func.max(_finding.first_seen).label("told")
+    found = select(_finding.group, number, told).where(_finding.group.in_(list(names))).group_by(_finding.group)
+    return {row.group: row for row in connection.execute(found)}
 
 
 def members(connection: Connection, names: Iterable[str], since: float) -> dict[str, set[str]]:
@@ -235,11 +236,11 @@ def in_group(connection: Connection, group: str) -> list[Row[Any]]:
     return list(connection.execute(found.order_by(when.desc()).limit(MAX_MEMBERS)))
 
 
-def groups_of(connection: Connection, keys: Sequence[str]) -> dict[str, dict[str, Row[Any]]]:
+def groups_of(connection: Connection, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return group -> run -> its first finding of that group."""
     columns = (_finding.group, _finding.run, _finding.code, _finding.severity, _finding.title, _finding.step)
     found = select(*columns).where(_finding.run.in_(keys)).order_by(_finding.place.desc())
-    those: dict[str, dict[str, Row[Any]]] = {}
+    those: dict[str, dict[str, Any]] = {}
     for row in connection.execute(found):
         those.setdefault(row.group, {})[row.run] = row
     return those
