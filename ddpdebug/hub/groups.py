@@ -31,8 +31,8 @@ def facts(document: Mapping[str, Any]) -> Facts:
     add("script", words[0] if words else None)
     for name, value in _arguments(words[1:]):
         add(name, value)
-    add("ranks", document.get("world"))
-    add("node", document.get("node"))
+    for name, key in (("owner", "owner"), ("ranks", "world"), ("node", "node")):
+        add(name, document.get(key))
     for part, prefix in (("place", ""), ("versions", ""), ("config", "ddpdebug ")):
         table = document.get(part)
         for name, value in table.items() if isinstance(table, Mapping) else ():

@@ -111,7 +111,7 @@ class _Pages:
 
         ordered = {state: counts[state] for state in STATES if state in counts}
         return self._page(
-            "runs.html", title="Runs", asked=asked, runs=shown, more=more, counts=ordered, query=query,
+            request, "runs.html", title="Runs", asked=asked, runs=shown, more=more, counts=ordered, query=query,
             sorts=list(queries.SORTS),
         )  # fmt: skip
 
@@ -139,7 +139,7 @@ class _Pages:
         place, bundles = _bundles(listed, [finding for _, finding in read])
         settings = [item for item in facts.items() if item[0].startswith("ddpdebug ")]
         return self._page(
-            "run.html", title=_name(row), run=self._shown(row), tiles=_tiles(row, document, found),
+            request, "run.html", title=_name(row), run=self._shown(row), tiles=_tiles(row, document, found),
             waiting=_waiting(document), articles=articles, left_out=(row.findings or 0) - len(articles),
             charts=_charts(curves, marks), ranks=[_rank(one) for one in ranks],
             place=place, bundles=bundles, settings=settings,
@@ -196,7 +196,7 @@ class _Pages:
             if len(have) < len(keys)
         ]
         return self._page(
-            "compare.html", title="Runs compared", runs=shown, charts=charts, found=different, any_found=bool(found),
+            request, "compare.html", title="Runs compared", runs=shown, charts=charts, found=different, any_found=bool(found),
             differing=differing([facts.get(key, {}) for key in keys]), others=map(self._shown, others),
         )  # fmt: skip
 
@@ -217,7 +217,7 @@ class _Pages:
             }
             for row in rows
         ]
-        return self._page("groups.html", title="Findings across runs", groups=shown, days=days, spans=_SPANS)
+        return self._page(request, "groups.html", title="Findings across runs", groups=shown, days=days, spans=_SPANS)
 
     def group(self, request: Request) -> Response:
         """One kind of finding: the runs that have it, what they have in common, and the runbook."""
@@ -240,7 +240,9 @@ class _Pages:
         ]  # fmt: skip
         told = {**self._group(rows[0], notes), "shared": shared(keys, holders(facts), len(facts))}
         prose = _runbooks().get(rows[0].code)
-        return self._page("group.html", title=f"{rows[0].code}", group=told, members=shown, notes=notes, runbook=prose)
+        return self._page(
+            request, "group.html", title=f"{rows[0].code}", group=told, members=shown, notes=notes, runbook=prose
+        )
 
     async def take_note(self, request: Request) -> Response:
         """A note, an acknowledgement or a mute; who may write is decided before."""
@@ -279,8 +281,9 @@ class _Pages:
         with self._store.write(key or "") as connection:
             connection.execute(insert(schema.note).values(row))
 
-    def _page(self, template: str, **values: Any) -> Response:
-        return HTMLResponse(self._templates.get_template(template).render(values))
+    def _page(self, request: Request, template: str, **values: Any) -> Response:
+        may_write = request.scope.get("access", "write") == "write"
+        return HTMLResponse(self._templates.get_template(template).render(values, may_write=may_write))
 
     def _refuse(self, refused: _RefusedError) -> Response:
         page = self._templates.get_template("refused.html").render(title=f"Error {refused.status}", text=refused.text)
