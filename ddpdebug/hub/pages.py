@@ -156,9 +156,11 @@ class _Pages:
                 self._known(queries.run(connection, key), key)
                 place, _ = _bundles(queries.document(connection, key, mirror.BUNDLES), [])
                 with self._store.copied(connection, key) as directory:
-                    page = report(directory, name=place or key)
-        except ValueError as error:
-            raise _RefusedError(409, f"no report can be made of it: {clean(error)}") from None
+                    try:
+                        page = report(directory, name=place or key)
+                    except ValueError as error:  # another version's
+                        words = clean(str(error).replace(f"{directory}/", ""))
+                        raise _RefusedError(409, f"no report can be made of it: {words}") from None
         finally:
             self._reporting.release()
         return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
@@ -196,8 +198,9 @@ class _Pages:
             if len(have) < len(keys)
         ]
         return self._page(
-            request, "compare.html", title="Runs compared", runs=shown, charts=charts, found=different, any_found=bool(found),
-            differing=differing([facts.get(key, {}) for key in keys]), others=map(self._shown, others),
+            request, "compare.html", title="Runs compared", runs=shown, charts=charts, found=different,
+            any_found=bool(found), differing=differing([facts.get(key, {}) for key in keys]),
+            others=map(self._shown, others),
         )  # fmt: skip
 
     def groups(self, request: Request) -> Response:
