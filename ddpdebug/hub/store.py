@@ -24,8 +24,6 @@ from ddpdebug.errors import UsageError
 from ddpdebug.hub import derived, states
 from ddpdebug.hub.schema import VERSION, about, chunk, file, finding, forgotten, metadata, rank, run, summary
 from ddpdebug.run_directory.mirror import (
-    BATCH,
-    KEY,
     MAX_DOCUMENT,
     MAX_FILE,
     Held,
@@ -36,11 +34,16 @@ from ddpdebug.run_directory.mirror import (
 )
 from ddpdebug.run_directory.reader import CHECK, FINDINGS, OUTCOME, RUN, read_findings
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.run_state import RUN_KEY
 
 #: Bytes and files of one run; steps and observations have 64 MiB each.
 MAX_RUN, MAX_FILES = 256 << 20, 20_000
 #: Bytes of a chunk that the next ones are added to.
 _CHUNK = 64 << 10
+
+
+#: What a list of runs has of each.
+_SHOWN = tuple(column for column in run.c if column.name not in {"document", "width"})
 
 
 class NotWantedError(Exception):
@@ -63,6 +66,7 @@ class Store:
         try:
             self._engine = _engine(place)
             self._is_sqlite = self._engine.dialect.name == "sqlite"
+            self.place = self._engine.url.render_as_string(hide_password=True) if "://" in str(place) else str(place)
             self._prepare()
         except (SQLAlchemyError, ArgumentError, ImportError, OSError) as error:
             raise UsageError(f"the hub cannot open {str(place)!r}: {_words(error)}") from None
@@ -137,10 +141,10 @@ class Store:
         Raises:
             NotWantedError: nothing of this run is taken.
         """
-        now = self.clock()
-        if not KEY.fullmatch(key):
+        if not RUN_KEY.fullmatch(key):
             raise NotWantedError(f"{key[:80]!r} names no run")
         with self.write(key) as connection:
+            now = self.clock()
             if connection.execute(select(forgotten.c.run).where(forgotten.c.run == key)).first() is not None:
                 raise NotWantedError("the run was deleted here, for its age or for lack of room")
             self._welcome(connection, key, source, now, at)
@@ -189,6 +193,7 @@ class Store:
                 continue
             most = MAX_DOCUMENT if whole else MAX_FILE
             if size + len(data) > most or bytes_of_run + len(data) > MAX_RUN or len(there) >= MAX_FILES:
+                named.discard(piece.path)
                 continue
             self._append(connection, key, piece.path, size, data)
             there[piece.path] = Held(size + len(data), digest_of(data, digest))
@@ -273,7 +278,7 @@ class Store:
         key: str,
         changed: AbstractSet[str],
         document: Mapping[str, Any],
-        row: Mapping[str, Any],
+        row: Any,
         at: float,
     ) -> dict[str, Any]:
         layout = derived.layout_of(document)
@@ -407,6 +412,98 @@ class Store:
                     found.append(key)
         return found
 
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def is_over(self, key: str, digest: str | None = None) -> bool:
+        """Tell whether a run is known and has ended; with a digest, whether that of its `run.json` is the same."""
+        with self.read() as connection:
+            state = connection.execute(select(run.c.state).where(run.c.key == key)).scalar()
+            known = select(file.c.digest).where(file.c.run == key, file.c.path == RUN)
+            return (
+                state is not None
+                and state not in states.LIVE
+                and (digest is None or connection.execute(known).scalar() == digest)
+            )
+
+    def runs(self, limit: int = 1000, **filters: Any) -> list[dict[str, Any]]:
+        """Return the columns of runs but for `document`, the newest first.
+
+        Args:
+            filters: `state` and `code` (of several each, separated by commas), `owner`, `job`, `name`; `before`, the
+                key of the last one that is known; `changed`, a time since when something of them has.
+        """
+        statement = select(*_SHOWN).order_by(run.c.key.desc()).limit(limit)
+        if states_ := filters.get("state"):
+            statement = statement.where(run.c.state.in_(str(states_).split(",")))
+        if codes := filters.get("code"):
+            found = select(finding.c.run).where(finding.c.code.in_(str(codes).split(",")))
+            statement = statement.where(run.c.key.in_(found))
+        for name in ("owner", "job", "name"):
+            if (value := filters.get(name)) is not None:
+                statement = statement.where(run.c[name] == str(value))
+        if before := filters.get("before"):
+            statement = statement.where(run.c.key < str(before))
+        if (since := filters.get("changed")) is not None:
+            statement = statement.where(run.c.changed > since)
+        with self.read() as connection:
+            return [dict(row) for row in connection.execute(statement).mappings()]
+
+    def run(self, key: str) -> dict[str, Any] | None:
+        """Return all that is known of a run; None where there is none."""
+        with self.read() as connection:
+            row = connection.execute(select(run).where(run.c.key == key)).mappings().first()
+            if row is None:
+                return None
+            found = connection.execute(select(finding.c.document).where(finding.c.run == key).order_by(finding.c.place))
+            ranks = connection.execute(select(rank).where(rank.c.run == key).order_by(rank.c.rank)).mappings()
+            files = connection.execute(select(file).where(file.c.run == key).order_by(file.c.path)).mappings()
+            steps = connection.execute(
+                select(summary).where(summary.c.run == key).order_by(summary.c.rank, summary.c.bucket)
+            ).mappings()
+            return {
+                **row,
+                "document": json.loads(row["document"] or "{}"),
+                "findings": [json.loads(each) for each in found.scalars()],
+                "ranks": [_without(each, "run") for each in ranks],
+                "steps": [_without(each, "run", "bucket") for each in steps],
+                "files": {each["path"]: {"size": each["size"], "digest": each["digest"]} for each in files},
+            }
+
+    def findings(self, since: float = float("-inf"), limit: int = 1000, code: str | None = None) -> list[dict[str, Any]]:
+        """Return findings that were first seen after a time, in that order, each as its run has written it."""
+        statement = (
+            select(finding.c.run, finding.c.id, finding.c.first_seen, finding.c.open, finding.c.document)
+            .where(finding.c.first_seen > since)
+            .order_by(finding.c.first_seen)
+            .limit(limit)
+        )
+        if code:
+            statement = statement.where(finding.c.code.in_(code.split(",")))
+        with self.read() as connection:
+            rows = connection.execute(statement).mappings().all()
+        return [{**_without(row, "document"), "finding": json.loads(row["document"])} for row in rows]
+
+    def targets(self) -> list[tuple[str, int, str, str]]:
+        """Return run, rank, node and address of the metrics that ranks of live runs serve."""
+        statement = (
+            select(rank.c.run, rank.c.rank, rank.c.node, rank.c.metrics_url)
+            .join(run, run.c.key == rank.c.run)
+            .where(run.c.state.in_(states.LIVE), rank.c.metrics_url.is_not(None), rank.c.outcome.is_(None))
+            .order_by(rank.c.run, rank.c.rank)
+        )
+        with self.read() as connection:
+            return [(row.run, row.rank, row.node or "", row.metrics_url) for row in connection.execute(statement)]
+
+    def counts(self) -> tuple[dict[str, int], dict[tuple[str, str], int], int]:
+        """Return how many runs there are by state, findings by code and severity, and mirrored bytes."""
+        by_state = select(run.c.state, func.count()).group_by(run.c.state)
+        by_code = select(finding.c.code, finding.c.severity, func.count()).group_by(finding.c.code, finding.c.severity)
+        with self.read() as connection:
+            runs = {state: count for state, count in connection.execute(by_state)}
+            found = {(code, severity): count for code, severity, count in connection.execute(by_code)}
+            size = connection.execute(select(func.coalesce(func.sum(run.c.bytes), 0))).scalar_one()
+        return runs, found, int(size)
+
     # --- mirrored files -----------------------------------------------------------------------------------------------
 
     def content(self, key: str, path: str) -> bytes | None:
@@ -501,9 +598,7 @@ def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = No
         NotWantedError: the store does not take the run.
         ValueError, OSError: the directory is another run's now, or cannot be read.
     """
-    mirror.learn(store.receive(mirror.key, source, [], all_files=True, at=at))
-    while pieces := mirror.pieces(BATCH):
-        mirror.learn(store.receive(mirror.key, source, pieces, at=at))
+    mirror.bring(lambda pieces, all_files: store.receive(mirror.key, source, pieces, all_files=all_files, at=at))
 
 
 def _engine(place: str | Path) -> Engine:
@@ -532,6 +627,10 @@ def _set_up_sqlite(connection: Any, _: object) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     writes = connection.get_execution_options().get("writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _without(row: Mapping[Any, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def _words(error: Exception) -> str:
