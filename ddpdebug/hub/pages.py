@@ -22,6 +22,7 @@ from starlette.routing import Route
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.hub import derived, queries, schema
+from ddpdebug.hub.auth import COOKIE
 from ddpdebug.hub.groups import differing, holders, shared
 from ddpdebug.hub.states import STATES
 from ddpdebug.hub.store import Store
@@ -52,7 +53,7 @@ class _RefusedError(Exception):
 
 
 def routes(store: Store) -> list[Route]:
-    """Return the routes of the pages."""
+    """Return the routes of the pages, which stand behind `auth.Gate`."""
     pages = _Pages(store)
     return [
         Route("/", pages.answer(pages.runs)),
@@ -83,7 +84,6 @@ class _Pages:
             lstrip_blocks=True,
         )
         self._templates.filters |= {"ago": self._ago, "stamp": _stamp, "rate": _rate}
-        self._templates.globals["events"] = "/api/v1/events"
 
     def answer(self, page: Callable[[Request], Response]) -> Callable[[Request], Response]:
         """Return a page that says why where it cannot be shown."""
@@ -285,11 +285,13 @@ class _Pages:
             connection.execute(insert(schema.note).values(row))
 
     def _page(self, request: Request, template: str, **values: Any) -> Response:
-        may_write = request.scope.get("access", "write") == "write"
-        return HTMLResponse(self._templates.get_template(template).render(values, may_write=may_write))
+        about = {"may_write": request.scope["access"] == "write", "may_leave": COOKIE in request.cookies}
+        return HTMLResponse(self._templates.get_template(template).render(values, **about))
 
     def _refuse(self, refused: _RefusedError) -> Response:
-        page = self._templates.get_template("refused.html").render(title=f"Error {refused.status}", text=refused.text)
+        page = self._templates.get_template("refused.html").render(
+            title=f"Error {refused.status}", text=refused.text, may_leave=False
+        )
         return HTMLResponse(page, status_code=refused.status)
 
     def _known(self, row: Any, key: str = "") -> Any:

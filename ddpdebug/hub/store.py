@@ -469,7 +469,9 @@ class Store:
                 "files": {each["path"]: {"size": each["size"], "digest": each["digest"]} for each in files},
             }
 
-    def findings(self, since: float = float("-inf"), limit: int = 1000, code: str | None = None) -> list[dict[str, Any]]:
+    def findings(
+        self, since: float = float("-inf"), limit: int = 1000, code: str | None = None
+    ) -> list[dict[str, Any]]:
         """Return findings that were first seen after a time, in that order, each as its run has written it."""
         statement = (
             select(finding.c.run, finding.c.id, finding.c.first_seen, finding.c.open, finding.c.document)

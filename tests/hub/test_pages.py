@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import html.parser
 import re
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ddpdebug.hub.app import create
+from ddpdebug.hub.auth import COOKIE, Auth
 from ddpdebug.hub.pages import routes
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import COLORS
@@ -53,7 +48,7 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     store = Store(tmp_path / "hub.db")
-    with serving(Starlette(routes=routes(store))) as site:
+    with serving(create(store, Auth(), pages=routes(store))) as site:
         yield Hub(tmp_path, store, site)
     store.close()
 
@@ -260,6 +255,24 @@ def test_notes_are_kept_and_wrong_ones_refused(full: Hub) -> None:
     assert full.site.get(page, data=b"\xff\x00%ff=%00&text=%00%ff").status == 303
 
 
+def test_who_may_only_read_is_offered_no_notes(tmp_path: Path) -> None:
+    """And cannot write one; who has come by a cookie may leave."""
+    store, tokens = Store(tmp_path / "hub.db"), Auth("write" * 4, "read" * 4)
+    with serving(create(store, tokens, pages=routes(store))) as site:
+        Hub(tmp_path, store, site).add(ILL)
+        page = f"/runs/{ILL.key}"
+        reader = Site(site.address, {"Authorization": "Bearer " + "read" * 4})
+        writer = Site(site.address, {"Cookie": f"{COOKIE}={tokens.cookie('write')}"})
+        assert site.get(page).status == 401
+        assert site.get("/static/hub.css").status == 200
+        assert "add the note" not in reader.get(page).text
+        assert reader.get(page, {"text": "x"}).status == 403
+        assert "add the note" in writer.get(page).text
+        assert "log out" in writer.get(page).text
+        assert writer.get(page, {"text": "x"}).status == 303
+    store.close()
+
+
 def test_the_full_report_is_made_of_the_mirrored_files(full: Hub) -> None:
     """It is the page that `ddpdebug report` writes, under a policy of its own."""
     answer = full.site.get(f"/runs/{ILL.key}/report")
@@ -279,30 +292,6 @@ def test_the_style_has_all_colours_of_the_charts(hub: Hub) -> None:
         assert hub.site.get(f"/static/{name}").status == 404
 
 
-async def _beat(_: Request) -> Response:
-    async def events() -> AsyncIterator[bytes]:
-        while True:
-            yield b"data: {}\n\n"
-            await asyncio.sleep(0.2)
-
-    return StreamingResponse(events(), media_type="text/event-stream")
-
-
-class Strict:
-    """The policy that the hub has for its pages."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_policy(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("content-security-policy", "default-src 'self'")
-            await send(message)
-
-        await self._app(scope, receive, with_policy)
-
-
 @pytest.fixture
 def browser(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Browser]:
     found = Browser(need("chromium"), tmp_path / "profile")
@@ -313,7 +302,7 @@ def browser(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Browser]:
 def test_a_real_browser_shows_all_pages_and_keeps_them_up_to_date(tmp_path: Path, browser: Browser) -> None:
     """On a phone and a desk, dark and light: nothing is wider than the screen, nothing is refused, no name runs."""
     store = Store(tmp_path / "hub.db")
-    with serving(Strict(Starlette(routes=[*routes(store), Route("/api/v1/events", _beat)]))) as site:
+    with serving(create(store, Auth(), pages=routes(store))) as site:
         hub = Hub(tmp_path, store, site)
         for run in RUNS:
             hub.add(run)
