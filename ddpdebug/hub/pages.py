@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -15,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from sqlalchemy import insert
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
@@ -36,7 +38,7 @@ _STATIC = {"hub.css": "text/css", "hub.js": "text/javascript", "icon.svg": "imag
 #: The report is a page of its own that brings its style along.
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 _MAX_COMPARED, _MAX_BUNDLES = 8, 100
-_MAX_FORM, _MAX_TEXT, _MAX_AUTHOR = 16 << 10, 2000, 80
+_MAX_FORM, _MAX_TEXT, _MAX_AUTHOR, _FORM_SECONDS = 16 << 10, 2000, 80, 30.0
 _HOURS = (1, 24, 168, 720)
 _SPANS = {1: "a day", 7: "a week", 30: "30 days", 0: "all"}
 _COMPARED = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "currentColor")
@@ -117,9 +119,9 @@ class _Pages:
 
     def run(self, request: Request) -> Response:
         """One run."""
-        key = request.path_params["key"]
+        key = derived.text(request.path_params["key"])
         with self._store.read() as connection:
-            row = self._known(queries.run(connection, key))
+            row = self._known(queries.run(connection, key), key)
             curves = queries.curves(connection, key)
             found = queries.findings(connection, key)
             ranks = queries.ranks(connection, key)
@@ -148,26 +150,25 @@ class _Pages:
 
     def report(self, request: Request) -> Response:
         """The full report, from the mirrored files; one at a time, as it reads all rows."""
-        key = request.path_params["key"]
+        key = derived.text(request.path_params["key"])
         if not self._reporting.acquire(timeout=60):
             raise _RefusedError(503, "other reports are being made; try again in a minute")
-        try:
+        with ExitStack() as until_made:
+            until_made.callback(self._reporting.release)
             with self._store.read() as connection:
                 self._known(queries.run(connection, key), key)
                 place, _ = _bundles(queries.document(connection, key, mirror.BUNDLES), [])
-                with self._store.copied(connection, key) as directory:
-                    try:
-                        page = report(directory, name=place or key)
-                    except ValueError as error:  # another version's
-                        words = clean(str(error).replace(f"{directory}/", ""))
-                        raise _RefusedError(409, f"no report can be made of it: {words}") from None
-        finally:
-            self._reporting.release()
+                directory = until_made.enter_context(self._store.copied(connection, key))
+            try:
+                page = report(directory, name=place or key)
+            except ValueError as error:  # another version's
+                words = clean(str(error).replace(f"{directory}/", ""))
+                raise _RefusedError(409, f"no report can be made of it: {words}") from None
         return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     def compare(self, request: Request) -> Response:
         """Two or more runs beside each other."""
-        keys = list(dict.fromkeys(key for key in request.query_params.getlist("run") if key))
+        keys = [key for key in dict.fromkeys(map(derived.text, request.query_params.getlist("run"))) if key]
         if not keys:
             raise _RefusedError(400, "choose the runs to compare in the list of runs")
         if len(keys) > _MAX_COMPARED:
@@ -214,25 +215,22 @@ class _Pages:
             notes = queries.notes(connection)
         having = holders(facts)
         shown = [
-            {
-                **self._group(row, notes),
-                "shared": shared(those.get(row.group, set()), having, len(facts))[:1],
-            }
+            {**self._group(row, notes), "shared": shared(those[row.group] & facts.keys(), having, len(facts))[:1]}
             for row in rows
         ]
         return self._page(request, "groups.html", title="Findings across runs", groups=shown, days=days, spans=_SPANS)
 
     def group(self, request: Request) -> Response:
         """One kind of finding: the runs that have it, what they have in common, and the runbook."""
-        name = request.path_params["group"]
+        name = derived.text(request.path_params["group"])
         with self._store.read() as connection:
             rows = queries.groups(connection, 0.0, group=name)
             if not rows:
                 raise _RefusedError(404, f"no findings {clean(name, 80)}")
             members = queries.in_group(connection, name)
+            keys = queries.members(connection, [name], 0.0)[name]
             facts = self._facts.since(connection, 0.0)
             notes = queries.notes(connection, group=name)
-        keys = {row.key for row in members}
         shown = [
             {
                 **self._shown(row), "step": row.step, "raised": row.raised,
@@ -241,7 +239,7 @@ class _Pages:
             }
             for row in members
         ]  # fmt: skip
-        told = {**self._group(rows[0], notes), "shared": shared(keys, holders(facts), len(facts))}
+        told = {**self._group(rows[0], notes), "shared": shared(keys & facts.keys(), holders(facts), len(facts))}
         prose = _runbooks().get(rows[0].code)
         return self._page(
             request, "group.html", title=f"{rows[0].code}", group=told, members=shown, notes=notes, runbook=prose
@@ -250,19 +248,24 @@ class _Pages:
     async def take_note(self, request: Request) -> Response:
         """A note, an acknowledgement or a mute; who may write is decided before."""
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MAX_FORM:
-                return self._refuse(_RefusedError(413, "that is too long for a note"))
-        fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
         try:
+            async with asyncio.timeout(_FORM_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > _MAX_FORM:
+                        raise _RefusedError(413, "that is too long for a note")
+            fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
             await run_in_threadpool(self._note, request.path_params, fields)
+        except TimeoutError:
+            return self._refuse(_RefusedError(408, "the note did not come in time"))
+        except ClientDisconnect:
+            return self._refuse(_RefusedError(400, "the note is cut off"))
         except _RefusedError as refused:
             return self._refuse(refused)
         return RedirectResponse(request.url.path, status_code=303)
 
     def _note(self, about: Mapping[str, str], fields: Mapping[str, str]) -> None:
-        key, group = about.get("key"), about.get("group")
+        key, group = (None if name not in about else derived.text(about[name]) for name in ("key", "group"))
         kind, text = fields.get("kind", "note"), fields.get("text", "").strip()
         if kind not in ({"note", "ack", "mute"} if group else {"note"}):
             raise _RefusedError(400, f"there is no kind of note {clean(kind, 40)}")
@@ -294,9 +297,9 @@ class _Pages:
         )
         return HTMLResponse(page, status_code=refused.status)
 
-    def _known(self, row: Any, key: str = "") -> Any:
+    def _known(self, row: Any, key: str) -> Any:
         if row is None:
-            raise _RefusedError(404, f"no run {clean(key, 80)}".rstrip())
+            raise _RefusedError(404, f"no run {clean(key, 80)}")
         return row
 
     def _shown(self, row: Any) -> dict[str, Any]:
@@ -345,9 +348,14 @@ class _Pages:
     def _ago(self, seconds: float) -> str:
         """Return a time in words beside now: `12 s ago`, `3 h ago`, and the day for what is older."""
         past = self._clock() - seconds
-        for size, unit in ((60.0, "s"), (3600.0, "min"), (_DAY, "h"), (8 * _DAY, "d")):
-            if -60.0 < past < 2 * size:
-                return f"{max(0, round(past / {'s': 1, 'min': 60, 'h': 3600, 'd': _DAY}[unit]))} {unit} ago"
+        for unit, size, most in (
+            ("s", 1.0, 120.0),
+            ("min", 60.0, 7200.0),
+            ("h", 3600.0, 2 * _DAY),
+            ("d", _DAY, 15 * _DAY),
+        ):
+            if -60.0 < past < most:
+                return f"{max(0, round(past / size))} {unit} ago"
         return _stamp(seconds)[:10]
 
 
@@ -367,7 +375,7 @@ def _runbooks() -> dict[str, dict[str, Any]]:
 
 
 def _asked(request: Request) -> queries.Asked:
-    given = {name: request.query_params.get(name, "").strip()[:200] for name in ("state", "q", "code", "sort")}
+    given = {name: derived.text(request.query_params.get(name, "").strip()) for name in ("state", "q", "code", "sort")}
     for name, valid in (("state", STATES), ("sort", queries.SORTS)):
         if given[name] and given[name] not in valid:
             raise _RefusedError(400, f"there is no {name} {clean(given[name], 40)!r}; there are {', '.join(valid)}")
