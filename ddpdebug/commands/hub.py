@@ -73,7 +73,7 @@ def _quantity(units: dict[str, int], valid: str) -> Callable[[Any, Any, str], fl
     help="Delete the oldest runs that are over while all take more than this.",
 )
 @click.pass_context
-def command(  # noqa: PLR0913 - options
+def command(
     ctx: click.Context, *, host: str, port: int, data: str, watched: tuple[Path, ...], keep: float, max_size: float
 ) -> Callable[[], int] | None:
     """Check what is asked for and open what is needed; serve later, outside of click."""

@@ -354,4 +354,4 @@ def _targets(found: Iterable[tuple[str, int, str, str]]) -> Iterable[dict[str, o
 
 
 def _family(name: str, kind: str, values: Iterable[tuple[str, float]]) -> list[str]:
-    return [f"# TYPE {name} {kind}", *(f"{name}{{{labels}}} {value}" for labels, value in values)]
+    return [f"# TYPE {name} {kind}", *(f"{name}{labels and f'{{{labels}}}'} {value}" for labels, value in values)]

@@ -33,7 +33,7 @@ class Serving:
         UsageError: the address cannot be bound, or the database cannot be opened.
     """
 
-    def __init__(  # noqa: PLR0913 - what a hub is
+    def __init__(
         self, host: str, port: int, data: str, tokens: Auth, watched: Sequence[Path], *, keep: float, most: float
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

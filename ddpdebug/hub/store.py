@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from ddpdebug.errors import UsageError
@@ -106,7 +106,7 @@ class Store:
         """
         for names in {tuple(sorted(row)) for row in rows}:
             some = [dict(row) for row in rows if tuple(sorted(row)) == names]
-            statement = (sqlite.insert if self._is_sqlite else postgresql.insert)(table)
+            statement = self._insert(table)
             keys = [column.name for column in table.primary_key]
             changes = {name: statement.excluded[name] for name in names if name not in keys}
             changes |= {name: make(statement.excluded) for name, make in other.items()}
@@ -114,6 +114,13 @@ class Store:
                 connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), some)
             else:
                 connection.execute(statement.on_conflict_do_nothing(index_elements=keys), some)
+
+    def _insert(self, table: Table) -> Any:
+        if self._is_sqlite:
+            return sqlite.insert(table)
+        from sqlalchemy.dialects import postgresql  # noqa: PLC0415 - it takes long, and most have none
+
+        return postgresql.insert(table)
 
     def _prepare(self) -> None:
         with self.write() as connection:
@@ -501,7 +508,7 @@ class Store:
         by_state = select(run.c.state, func.count()).group_by(run.c.state)
         by_code = select(finding.c.code, finding.c.severity, func.count()).group_by(finding.c.code, finding.c.severity)
         with self.read() as connection:
-            runs = {state: count for state, count in connection.execute(by_state)}
+            runs = {row[0]: row[1] for row in connection.execute(by_state)}
             found = {(code, severity): count for code, severity, count in connection.execute(by_code)}
             size = connection.execute(select(func.coalesce(func.sum(run.c.bytes), 0))).scalar_one()
         return runs, found, int(size)
@@ -542,7 +549,7 @@ class Store:
 
     # --- what goes ----------------------------------------------------------------------------------------------------
 
-    def forget(self, keep: float, most: int) -> list[str]:
+    def forget(self, keep: float, most: float) -> list[str]:
         """Delete runs that are over and older than `keep` seconds, and the oldest beyond `most` bytes; return them."""
         now, gone = self.clock(), []
         with self.read() as connection:
