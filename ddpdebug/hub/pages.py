@@ -247,14 +247,9 @@ class _Pages:
 
     async def take_note(self, request: Request) -> Response:
         """A note, an acknowledgement or a mute; who may write is decided before."""
-        body = b""
         try:
             async with asyncio.timeout(_FORM_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > _MAX_FORM:
-                        raise _RefusedError(413, "that is too long for a note")
-            fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+                fields = await _form(request)
             await run_in_threadpool(self._note, request.path_params, fields)
         except TimeoutError:
             return self._refuse(_RefusedError(408, "the note did not come in time"))
@@ -372,6 +367,15 @@ def _static(request: Request) -> Response:
 def _runbooks() -> dict[str, dict[str, Any]]:
     """Return code -> prose."""
     return {**planned(), **{rule.code: runbook(rule) for rule in catalog()}}
+
+
+async def _form(request: Request) -> dict[str, str]:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_FORM:
+            raise _RefusedError(413, "that is too long for a note")
+    return {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
 
 
 def _asked(request: Request) -> queries.Asked:
