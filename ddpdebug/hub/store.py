@@ -400,6 +400,7 @@ class Store:
     def look_again(self) -> list[str]:
         """Find the runs that nobody has heard of for long, or again; return those whose state has changed."""
         now, found = self.clock(), []
+        self._begun = min(self._begun, now)  # the clock may be set back
         with self.read() as connection:
             live = list(connection.execute(select(run.c.key, run.c.last_seen).where(run.c.state.in_(states.LIVE))))
         for key, seen in live:
