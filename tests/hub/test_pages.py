@@ -335,3 +335,16 @@ def test_a_real_browser_shows_all_pages_and_keeps_them_up_to_date(tmp_path: Path
         assert browser.run("document.querySelectorAll('#found details[open]').length") == 2
     assert browser.said == []
     store.close()
+
+
+def test_a_run_that_is_followed_from_its_beginning_gets_its_first_finding(hub: Hub) -> None:
+    """Its file of findings was empty when the hub saw it first."""
+    hub.add(HEALTHY)
+    directory = hub.folder / HEALTHY.run
+    assert (directory / "findings.jsonl").stat().st_size == 0
+    for number in range(2):
+        with (directory / "findings.jsonl").open("a") as file:
+            file.write(finding(id=f"RANK104-{number}", title="x" * number * 100_000).to_json() + "\n")
+        bring(hub.store, directory, "push")
+        assert f"RANK104{' and 1 more' * number}" in seen(hub, "/")
+    assert hub.store.content(HEALTHY.key, "findings.jsonl") == (directory / "findings.jsonl").read_bytes()
