@@ -26,7 +26,7 @@ from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.hub import derived, queries, schema
 from ddpdebug.hub.auth import COOKIE
 from ddpdebug.hub.groups import differing, holders, shared
-from ddpdebug.hub.states import STATES
+from ddpdebug.hub.states import LIVE, STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import SWATCHES, lines, path, timeline
 from ddpdebug.reports.page import checked, finding_article, report
@@ -143,7 +143,7 @@ class _Pages:
         return self._page(
             request, "run.html", title=_name(row), run=self._shown(row), tiles=_tiles(row, document, found),
             waiting=_waiting(document), articles=articles, left_out=(row.findings or 0) - len(articles),
-            charts=_charts(curves, marks), ranks=[_rank(one) for one in ranks],
+            charts=_charts(curves, marks), ranks=[_rank(one, live=row.state in LIVE) for one in ranks],
             place=place, bundles=bundles, settings=settings,
             facts=[item for item in facts.items() if item not in settings], notes=notes,
         )  # fmt: skip
@@ -472,14 +472,14 @@ def _charts(curves: queries.Curves, marks: Mapping[int, str]) -> dict[str, Marku
     }
 
 
-def _rank(row: Any) -> dict[str, Any]:
-    """Return a rank as the table shows it; only addresses of the web become links."""
+def _rank(row: Any, *, live: bool) -> dict[str, Any]:
+    """Return a rank as the table shows it; only addresses of the web become links, while somebody answers there."""
     local = None if row.local_rank is None else f"local rank {row.local_rank}"
     url = row.metrics_url or ""
     return {
         **row._mapping,  # noqa: SLF001 - SQLAlchemy's
         "place": SEPARATOR.join(clean(part, 80) for part in (row.node, row.device, local) if part),
-        "link": url if url.startswith(("http://", "https://")) else "",
+        "link": url if live and not row.outcome and url.startswith(("http://", "https://")) else "",
     }
 
 

@@ -21,15 +21,16 @@ from tests.support.browser import Browser
 from tests.support.machine import until
 
 EVIL = '"><script>document.title="taken"</script><img src="http://198.51.100.1/x.png" onerror="alert(1)">\n\x1b[2J'
-HEALTHY = MadeUp(run="healthy", time="2026-11-21T08:01:00Z")
-ILL = MadeUp(run="ill001", time="2026-11-21T08:02:00Z", findings=[finding()], ended=None)
+METRICS = "http://node01:9400/metrics"
+HEALTHY = MadeUp(run="healthy", time="2026-11-21T08:01:00Z", metrics_url=METRICS)
+ILL = MadeUp(run="ill001", time="2026-11-21T08:02:00Z", findings=[finding()], ended=None, metrics_url=METRICS)
 STUCK = MadeUp(
-    run="stuck1", time="2026-11-21T08:03:00Z", waits=HUNG, ended=None,
+    run="stuck1", time="2026-11-21T08:03:00Z", waits=HUNG, ended=None, metrics_url="javascript:alert(1)",
     findings=[finding("HANG501", title="a rank waits", evidence={"hang": 1, "stacks": {"1": ["train.py:88 load"]}})],
 )  # fmt: skip
 HOSTILE = MadeUp(
     run="evil01", time="2026-11-21T08:04:00Z", command=("train.py", EVIL), node=EVIL, versions={EVIL: EVIL},
-    metrics_url="javascript:alert(1)", ended=EVIL,
+    ended=EVIL,
     findings=[finding(title=EVIL, subject=(EVIL,), location=EVIL, evidence={EVIL: EVIL, "bundle": EVIL}, causes=[EVIL],
                       actions=[EVIL], phase=EVIL), finding("NUM301", title=EVIL, subject=("layer",), id=EVIL)],
 )  # fmt: skip
@@ -155,6 +156,8 @@ def test_a_run_has_its_findings_with_evidence_and_runbook(full: Hub) -> None:
         assert part in text, part
     page = full.site.get(f"/runs/{ILL.key}").text
     assert page.count('<svg viewBox="0 0 900') == 3
+    assert f'href="{METRICS}"' in page
+    assert METRICS not in full.site.get(f"/runs/{HEALTHY.key}").text  # nobody answers there any more
     assert "differ from step 30" in page
     assert ">rank 1</text>" in page
 
@@ -164,6 +167,7 @@ def test_a_hang_shows_who_is_waited_for_and_the_stacks(full: Hub) -> None:
     text = seen(full, f"/runs/{STUCK.key}")
     assert "ranks wait for rank 1 at train.py:88: stuck" in text
     assert "train.py:88 load" in text
+    assert "javascript:" not in full.site.get(f"/runs/{STUCK.key}").text
 
 
 @pytest.mark.parametrize("path", ["/", "/groups", "/compare", "/runs", "/group"])
