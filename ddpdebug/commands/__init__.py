@@ -26,6 +26,7 @@ COMMANDS = (
     "stacks",
     "dashboards",
     "annotations",
+    "hub",
     "doctor",
 )
 

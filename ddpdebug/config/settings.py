@@ -21,6 +21,8 @@ INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in ("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES")
 )
+#: Variables that hold tokens, which are no settings either: those are written down.
+_TOKENS = frozenset({"DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_READ_TOKEN"})
 
 
 class Option(NamedTuple):
@@ -126,6 +128,14 @@ class Config:
         "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
     )
     grafana_token_file: Path | None = _option(None, kinds.EXISTING_FILE, "Read Grafana's token from this file instead.")
+    hub: str | None = _option(
+        None,
+        kinds.WEB_ADDRESS,
+        "Show the run in the hub at this address (ddpdebug hub); the token is DDPDEBUG_HUB_TOKEN's.",
+    )
+    hub_token_file: Path | None = _option(
+        None, kinds.EXISTING_FILE, "Read the hub's token from the first line of this file instead."
+    )
     on_finding: str = _option(
         "report",
         kinds.one_of("report", "raise"),
@@ -282,7 +292,9 @@ class Config:
             source = f"{key} in [tool.ddpdebug] of {file}"
             values[name] = _parsed(name, value, source, file.parent, shown=key)
         for variable in sorted(environ.keys()):
-            if variable.startswith(ENVIRONMENT_PREFIX) and variable not in INTERNAL_VARIABLES and environ[variable]:
+            if not variable.startswith(ENVIRONMENT_PREFIX) or variable in INTERNAL_VARIABLES | _TOKENS:
+                continue
+            if environ[variable]:
                 name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
                 values[name] = _parsed(name, environ[variable], variable, cwd, shown=variable)
         for name, value in explicit.items():

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from ddpdebug.errors import UsageError
 from ddpdebug.hub import derived, states
 from ddpdebug.hub.schema import VERSION, about, chunk, file, finding, forgotten, metadata, rank, run, summary
 from ddpdebug.run_directory.mirror import (
-    BATCH,
-    KEY,
     MAX_DOCUMENT,
     MAX_FILE,
     Held,
@@ -36,11 +34,16 @@ from ddpdebug.run_directory.mirror import (
 )
 from ddpdebug.run_directory.reader import CHECK, FINDINGS, OUTCOME, RUN, read_findings
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.run_state import RUN_KEY
 
 #: Bytes and files of one run; steps and observations have 64 MiB each.
 MAX_RUN, MAX_FILES = 256 << 20, 20_000
 #: Bytes of a chunk that the next ones are added to.
 _CHUNK = 64 << 10
+
+
+#: What a list of runs has of each.
+_SHOWN = tuple(column for column in run.c if column.name not in {"document", "width"})
 
 
 class NotWantedError(Exception):
@@ -63,6 +66,7 @@ class Store:
         try:
             self._engine = _engine(place)
             self._is_sqlite = self._engine.dialect.name == "sqlite"
+            self.place = self._engine.url.render_as_string(hide_password=True) if "://" in str(place) else str(place)
             self._prepare()
         except (SQLAlchemyError, ArgumentError, ImportError, OSError) as error:
             raise UsageError(f"the hub cannot open {str(place)!r}: {_words(error)}") from None
@@ -102,7 +106,7 @@ class Store:
         """
         for names in {tuple(sorted(row)) for row in rows}:
             some = [dict(row) for row in rows if tuple(sorted(row)) == names]
-            statement = (sqlite.insert if self._is_sqlite else postgresql.insert)(table)
+            statement = self._insert(table)
             keys = [column.name for column in table.primary_key]
             changes = {name: statement.excluded[name] for name in names if name not in keys}
             changes |= {name: make(statement.excluded) for name, make in other.items()}
@@ -110,6 +114,13 @@ class Store:
                 connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), some)
             else:
                 connection.execute(statement.on_conflict_do_nothing(index_elements=keys), some)
+
+    def _insert(self, table: Table) -> Any:
+        if self._is_sqlite:
+            return sqlite.insert(table)
+        from sqlalchemy.dialects import postgresql  # noqa: PLC0415 - it takes long, and most have none
+
+        return postgresql.insert(table)
 
     def _prepare(self) -> None:
         with self.write() as connection:
@@ -137,10 +148,10 @@ class Store:
         Raises:
             NotWantedError: nothing of this run is taken.
         """
-        now = self.clock()
-        if not KEY.fullmatch(key):
+        if not RUN_KEY.fullmatch(key):
             raise NotWantedError(f"{key[:80]!r} names no run")
         with self.write(key) as connection:
+            now = self.clock()
             if connection.execute(select(forgotten.c.run).where(forgotten.c.run == key)).first() is not None:
                 raise NotWantedError("the run was deleted here, for its age or for lack of room")
             self._welcome(connection, key, source, now, at)
@@ -189,6 +200,7 @@ class Store:
                 continue
             most = MAX_DOCUMENT if whole else MAX_FILE
             if size + len(data) > most or bytes_of_run + len(data) > MAX_RUN or len(there) >= MAX_FILES:
+                named.discard(piece.path)
                 continue
             self._append(connection, key, piece.path, size, data)
             there[piece.path] = Held(size + len(data), digest_of(data, digest))
@@ -207,8 +219,8 @@ class Store:
     def _append(self, connection: Connection, key: str, path: str, size: int, data: bytes) -> None:
         mine = (chunk.c.run == key) & (chunk.c.path == path)
         last = select(chunk.c.start, func.length(chunk.c.data)).where(mine).order_by(chunk.c.start.desc()).limit(1)
-        found = connection.execute(last).first() if size else None
-        if found is not None and found[1] + len(data) <= _CHUNK:
+        found = connection.execute(last).first()
+        if found is not None and (found[0] == size or found[1] + len(data) <= _CHUNK):  # the first may be empty
             before = connection.execute(select(chunk.c.data).where(mine, chunk.c.start == found[0])).scalar_one()
             connection.execute(update(chunk).where(mine, chunk.c.start == found[0]).values(data=bytes(before) + data))
         else:
@@ -273,7 +285,7 @@ class Store:
         key: str,
         changed: AbstractSet[str],
         document: Mapping[str, Any],
-        row: Mapping[str, Any],
+        row: Any,
         at: float,
     ) -> dict[str, Any]:
         layout = derived.layout_of(document)
@@ -388,6 +400,7 @@ class Store:
     def look_again(self) -> list[str]:
         """Find the runs that nobody has heard of for long, or again; return those whose state has changed."""
         now, found = self.clock(), []
+        self._begun = min(self._begun, now)  # the clock may be set back
         with self.read() as connection:
             live = list(connection.execute(select(run.c.key, run.c.last_seen).where(run.c.state.in_(states.LIVE))))
         for key, seen in live:
@@ -406,6 +419,100 @@ class Store:
                     connection.execute(update(run).where(run.c.key == key).values(**different, changed=now))
                     found.append(key)
         return found
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def is_over(self, key: str, digest: str | None = None) -> bool:
+        """Tell whether a run is known and has ended; with a digest, whether that of its `run.json` is the same."""
+        with self.read() as connection:
+            state = connection.execute(select(run.c.state).where(run.c.key == key)).scalar()
+            known = select(file.c.digest).where(file.c.run == key, file.c.path == RUN)
+            return (
+                state is not None
+                and state not in states.LIVE
+                and (digest is None or connection.execute(known).scalar() == digest)
+            )
+
+    def runs(self, limit: int = 1000, **filters: Any) -> list[dict[str, Any]]:
+        """Return the columns of runs but for `document`, the newest first.
+
+        Args:
+            filters: `state` and `code` (of several each, separated by commas), `owner`, `job`, `name`; `before`, the
+                key of the last one that is known; `changed`, a time since when something of them has.
+        """
+        statement = select(*_SHOWN).order_by(run.c.key.desc()).limit(limit)
+        if states_ := filters.get("state"):
+            statement = statement.where(run.c.state.in_(str(states_).split(",")))
+        if codes := filters.get("code"):
+            found = select(finding.c.run).where(finding.c.code.in_(str(codes).split(",")))
+            statement = statement.where(run.c.key.in_(found))
+        for name in ("owner", "job", "name"):
+            if (value := filters.get(name)) is not None:
+                statement = statement.where(run.c[name] == str(value))
+        if before := filters.get("before"):
+            statement = statement.where(run.c.key < str(before))
+        if (since := filters.get("changed")) is not None:
+            statement = statement.where(run.c.changed > since)
+        with self.read() as connection:
+            return [dict(row) for row in connection.execute(statement).mappings()]
+
+    def run(self, key: str) -> dict[str, Any] | None:
+        """Return all that is known of a run; None where there is none."""
+        with self.read() as connection:
+            row = connection.execute(select(run).where(run.c.key == key)).mappings().first()
+            if row is None:
+                return None
+            found = connection.execute(select(finding.c.document).where(finding.c.run == key).order_by(finding.c.place))
+            ranks = connection.execute(select(rank).where(rank.c.run == key).order_by(rank.c.rank)).mappings()
+            files = connection.execute(select(file).where(file.c.run == key).order_by(file.c.path)).mappings()
+            steps = connection.execute(
+                select(summary).where(summary.c.run == key).order_by(summary.c.rank, summary.c.bucket)
+            ).mappings()
+            return {
+                **row,
+                "document": json.loads(row["document"] or "{}"),
+                "findings": [json.loads(each) for each in found.scalars()],
+                "ranks": [_without(each, "run") for each in ranks],
+                "steps": [_without(each, "run", "bucket") for each in steps],
+                "files": {each["path"]: {"size": each["size"], "digest": each["digest"]} for each in files},
+            }
+
+    def findings(
+        self, since: float = float("-inf"), limit: int = 1000, code: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return findings that were first seen after a time, in that order, each as its run has written it."""
+        statement = (
+            select(finding.c.run, finding.c.id, finding.c.first_seen, finding.c.open, finding.c.document)
+            .where(finding.c.first_seen > since)
+            .order_by(finding.c.first_seen)
+            .limit(limit)
+        )
+        if code:
+            statement = statement.where(finding.c.code.in_(code.split(",")))
+        with self.read() as connection:
+            rows = connection.execute(statement).mappings().all()
+        return [{**_without(row, "document"), "finding": json.loads(row["document"])} for row in rows]
+
+    def targets(self) -> list[tuple[str, int, str, str]]:
+        """Return run, rank, node and address of the metrics that ranks of live runs serve."""
+        statement = (
+            select(rank.c.run, rank.c.rank, rank.c.node, rank.c.metrics_url)
+            .join(run, run.c.key == rank.c.run)
+            .where(run.c.state.in_(states.LIVE), rank.c.metrics_url.is_not(None), rank.c.outcome.is_(None))
+            .order_by(rank.c.run, rank.c.rank)
+        )
+        with self.read() as connection:
+            return [(row.run, row.rank, row.node or "", row.metrics_url) for row in connection.execute(statement)]
+
+    def counts(self) -> tuple[dict[str, int], dict[tuple[str, str], int], int]:
+        """Return how many runs there are by state, findings by code and severity, and mirrored bytes."""
+        by_state = select(run.c.state, func.count()).group_by(run.c.state)
+        by_code = select(finding.c.code, finding.c.severity, func.count()).group_by(finding.c.code, finding.c.severity)
+        with self.read() as connection:
+            runs = {row[0]: row[1] for row in connection.execute(by_state)}
+            found = {(code, severity): count for code, severity, count in connection.execute(by_code)}
+            size = connection.execute(select(func.coalesce(func.sum(run.c.bytes), 0))).scalar_one()
+        return runs, found, int(size)
 
     # --- mirrored files -----------------------------------------------------------------------------------------------
 
@@ -443,7 +550,7 @@ class Store:
 
     # --- what goes ----------------------------------------------------------------------------------------------------
 
-    def forget(self, keep: float, most: int) -> list[str]:
+    def forget(self, keep: float, most: float) -> list[str]:
         """Delete runs that are over and older than `keep` seconds, and the oldest beyond `most` bytes; return them."""
         now, gone = self.clock(), []
         with self.read() as connection:
@@ -501,9 +608,7 @@ def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = No
         NotWantedError: the store does not take the run.
         ValueError, OSError: the directory is another run's now, or cannot be read.
     """
-    mirror.learn(store.receive(mirror.key, source, [], all_files=True, at=at))
-    while pieces := mirror.pieces(BATCH):
-        mirror.learn(store.receive(mirror.key, source, pieces, at=at))
+    mirror.bring(lambda pieces, all_files: store.receive(mirror.key, source, pieces, all_files=all_files, at=at))
 
 
 def _engine(place: str | Path) -> Engine:
@@ -532,6 +637,10 @@ def _set_up_sqlite(connection: Any, _: object) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     writes = connection.get_execution_options().get("writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _without(row: Mapping[Any, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def _words(error: Exception) -> str:

@@ -51,7 +51,7 @@ from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leav
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.sinks import open_sinks, own_device, stand_in, start_keeper
+from ddpdebug.monitor.sinks import open_sinks, own_device, stand_in, start_keeper, start_pusher
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
@@ -61,6 +61,7 @@ from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
 from ddpdebug.processes import stacks
 from ddpdebug.processes.linger import Keeper
+from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, last_state, read_findings, read_outcomes
@@ -137,6 +138,7 @@ class Monitor:
     """
 
     _keeper: Keeper | None = None  # serves the end of this process
+    _pusher: Pusher | None = None  # sends a hub what the run directory has
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
     _progress_watch: ProgressWatch | None = None  # of several ranks
     #: Called in the place of `os._exit`, where a hang ends this rank, with the hang; set before the script runs.
@@ -330,6 +332,7 @@ class Monitor:
             lambda: self.fanout is None or contain("close:sinks", self.fanout.close),
             # one that no sink has given the end has nothing to wait for
             lambda: self._keeper is None or contain("close:keeper", self._keeper.close),
+            lambda: self._pusher is None or contain("close:pusher", self._pusher.close),
         )
 
     def _seal(self) -> None:
@@ -406,6 +409,7 @@ class Monitor:
     def install(self) -> None:
         """Put the hooks in place; from here on training is seen."""
         self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
+        self._pusher = self.guard.run("pusher", start_pusher, self.config, os.environ, self._trouble)
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.guard.run("patches", self.probes.patches.install)
@@ -653,7 +657,7 @@ class Monitor:
         self._home = self._home or directory
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
         who |= {"redactor": self.redactor, "disk": self.disk, "spawned": self._origin is not None}
-        who |= {"keeper": self._keeper}
+        who |= {"keeper": self._keeper, "pusher": self._pusher}
         self.fanout, started = open_sinks(self.config, directory, self._home, **who)
         self._write(started)
         self.covering.opened()
@@ -1042,6 +1046,8 @@ class Monitor:
             self.fanout.close()
         if self._keeper is not None:
             self._keeper.close()
+        if self._pusher is not None:
+            self._pusher.close()
 
     def _stand_in(self) -> None:
         """Say what rank 0 cannot."""

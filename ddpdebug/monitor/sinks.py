@@ -20,12 +20,14 @@ from ddpdebug.disk import Disk
 from ddpdebug.grafana.annotations import Annotations
 from ddpdebug.grafana.client import Grafana, read_token
 from ddpdebug.processes.linger import Keeper, ask_to_leave
+from ddpdebug.processes.pusher import Pusher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
 from ddpdebug.schema.announcements import Device
 from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
+from ddpdebug.sinks.hub import HubSink
 from ddpdebug.sinks.prometheus.discovery import Discovery
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 from ddpdebug.sinks.prometheus.server import Serving
@@ -33,6 +35,12 @@ from ddpdebug.sinks.terminal import Terminal
 
 #: Slurm, PBS, LSF, Flux, AWS Batch, SageMaker.
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "AWS_BATCH_JOB_ID", "TRAINING_JOB_NAME")
+#: By what else people look for a job: Slurm; Kubernetes, whose downward API is given by names like these; Kubeflow.
+_PLACE = (
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
+    *("SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT", "POD_NAME", "POD_NAMESPACE", "JOB_NAME", "JOB_COMPLETION_INDEX"),
+    *("JOBSET_NAME", "PET_RDZV_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
 
 
 def open_sinks(  # noqa: PLR0913 - who the rank is
@@ -48,6 +56,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     time: str,
     spawned: bool = False,
     keeper: Keeper | None = None,
+    pusher: Pusher | None = None,
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins.
 
@@ -55,6 +64,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         directory: the run directory as it is shown.
         home: the same, also when the script changes its working directory.
         keeper: serves the rank's end, where it serves metrics.
+        pusher: sends a hub what the run directory has, where there is one to be told.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     fanout, url = Fanout((), redactor=redactor), None
@@ -86,6 +96,12 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         address, token_file = config.grafana_url, config.grafana_token_file
         connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
         sinks.append(Annotations(connect, home / ANNOTATIONS, disk=disk, tell=fanout.write))
+    if rank == 0 and pusher is not None:
+        token = os.environ.get("DDPDEBUG_HUB_TOKEN", "")
+        told = {"url": str(config.hub), "token": token, "token_file": str(config.hub_token_file or "")}
+        sinks.append(HubSink(pusher, home, told, contained=_is_contained(os.environ), tell=fanout.write))
+    elif pusher is not None:
+        pusher.close()
     if rank == 0 and not config.quiet:
         sinks.append(Terminal(rank, status=config.status))
     fanout.add(sinks)
@@ -104,6 +120,8 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         spawned=spawned,
         name=run_name(config.name, redactor.words),
         scheduler_job=scheduler_job(os.environ),
+        owner=owner(),
+        place=place(os.environ),
     )
 
 
@@ -167,6 +185,28 @@ def run_name(given: str | None, command: Sequence[str]) -> str:
 def scheduler_job(environ: Mapping[str, str]) -> str:
     """Return the id by which the cluster's scheduler knows this job, empty where there is none."""
     return next((environ[name] for name in _JOB_IDS if environ.get(name)), "")
+
+
+def place(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return by what the scheduler and its users know this job, as its environment has it."""
+    return {name: environ[name][:200] for name in _PLACE if environ.get(name)}
+
+
+def owner() -> str:
+    """Return whose process this is; never asks a directory service, which may be far."""
+    named = next((os.environ[name] for name in ("SLURM_JOB_USER", "USER", "LOGNAME") if os.environ.get(name)), "")
+    return named[:64] or str(os.getuid())
+
+
+def start_pusher(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Pusher | None:
+    """Start what sends a hub the run; None where there is no hub, on other ranks, and where it cannot be started."""
+    if config.hub is None or environ.get("RANK", "0") != "0" or not sys.platform.startswith("linux"):
+        return None
+    try:
+        return Pusher()
+    except OSError as error:
+        tell("hub", f"the hub will not be told of the run: {error}; later: ddpdebug hub push RUN_DIR")
+        return None
 
 
 def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:

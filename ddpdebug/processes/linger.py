@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from array import array
@@ -38,16 +37,6 @@ _ASKED_SECONDS = 120.0
 _SCRAPES, _APART = 2, 0.5
 _MAX_MESSAGE = 1 << 18
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
-#: What the process needs to run at all.
-_VARIABLES = ("LD_LIBRARY_PATH", "PATH", "SSL_CERT_DIR", "SSL_CERT_FILE")
-_PROGRAM = """\
-import os, sys
-if os.fork():
-    os._exit(0)
-sys.path.append({root!r})
-from ddpdebug.processes.linger import main
-main({words!r})
-"""
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------
@@ -73,17 +62,18 @@ class Keeper:
         rank = -1
         with suppress(OSError, AttributeError):  # an old kernel: the end of the socket tells
             rank = os.pidfd_open(self._owner)
+        from ddpdebug.processes.detached import start  # noqa: PLC0415 - the other side does without
+
+        words = (theirs.fileno(), rank, self._owner, linger, push or "", contained)
         try:
-            failed = _start((theirs.fileno(), rank, self._owner, linger, push or "", contained))
+            start("ddpdebug.processes.linger", words, (theirs.fileno(), rank))
         except OSError:
-            failed = 1
+            self._socket.close()
+            raise
         finally:
             theirs.close()
             if rank >= 0:
                 os.close(rank)
-        if failed:
-            self._socket.close()
-            raise OSError("the process for it did not start")
 
     def tell(self, *, files: tuple[int, ...] = (), **facts: Any) -> bool:
         """Give the keeper facts, which replace those of the same name; return whether it has got them.
@@ -133,28 +123,6 @@ class Keeper:
         with self._lock:
             self._open = False
             self._socket.close()
-
-
-def _start(words: tuple[Any, ...]) -> int:
-    """Start the process; return the exit status of the one that has started it. That one is reaped here at once."""
-    import subprocess  # noqa: PLC0415 - the other side does without
-
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    process = subprocess.Popen(  # noqa: S603 - our own words
-        [sys.executable, "-I", "-S", "-c", _PROGRAM.format(root=root, words=words)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        pass_fds=[fd for fd in words[:2] if fd >= 0],
-        start_new_session=True,
-    )
-    try:
-        return process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 def ask_to_leave(port: int) -> bool:

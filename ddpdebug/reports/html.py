@@ -61,8 +61,18 @@ def page_head(title: str, style: str) -> str:
     return f"{_HEAD.format(title=title)}{style}</style></head><body>\n"
 
 
-def lines(series: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[int, str], unit: str = "") -> str:
-    """Return a chart of lines; gaps stay gaps. Marks are steps with a text."""
+#: What shows the colours in legends: classes, as the policy of a page may forbid attributes of style.
+SWATCHES = "".join(f".c{color.strip('#')} {{ background: {color}; }}\n" for color in sorted({*COLORS.values()}))
+
+
+def lines(
+    series: Mapping[str, Points],
+    steps: tuple[int, int],
+    marks: Mapping[int, str],
+    unit: str = "",
+    colors: Mapping[str, str] = COLORS,
+) -> str:
+    """Return a chart of lines; gaps stay gaps. Marks are steps with a text, `colors` one of COLORS for each series."""
     values = [value for points in series.values() for _, value in points if math.isfinite(value)]
     if not values:
         return '<p class="none">nothing was recorded</p>'
@@ -70,8 +80,8 @@ def lines(series: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[i
     parts = [_frame(scale, steps, unit), _marks(steps, marks, _HEIGHT - _BOTTOM)]
     for name, points in series.items():
         drawn = path([(_x(step, steps), scale.y(value)) for step, value in points])
-        parts.append(f'<path d="{drawn}" fill="none" stroke="{COLORS[name]}" stroke-width="1.5"/>')
-    legend = "".join(f'<span><i style="background:{COLORS[name]}"></i>{escape(name)}</span>' for name in series)
+        parts.append(f'<path d="{drawn}" fill="none" stroke="{colors[name]}" stroke-width="1.5"/>')
+    legend = "".join(f'<span><i class="c{colors[name].strip("#")}"></i>{escape(name)}</span>' for name in series)
     return f'{_svg(_HEIGHT, parts)}<p class="legend">{legend}</p>'
 
 
@@ -168,7 +178,7 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         places = [self._low + (self._high - self._low) * i / 4 for i in range(5)]
-        return [10**place for place in places] if self.log else places
+        return [10 ** min(place, 308.0) for place in places] if self.log else places  # beyond that there is no number
 
 
 def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
@@ -182,8 +192,9 @@ def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
 
 def _ticks(steps: tuple[int, int], height: int) -> str:
     places = sorted({steps[0] + round((steps[1] - steps[0]) * i / 6) for i in range(7)})
-    texts = (f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places)
-    return "".join(texts)
+    texts = [f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places[:-1]]
+    last = f'<text x="{_WIDTH}" y="{height - 8}" text-anchor="end">{places[-1]}</text>'  # as long as it may be
+    return "".join([*texts, last])
 
 
 def _marks(steps: tuple[int, int], marks: Mapping[int, str], bottom: int) -> str:

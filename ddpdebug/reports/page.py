@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.progress.boxes import read_ranks
 from ddpdebug.redaction import redact
-from ddpdebug.reports.html import Points, duration, heat_map, lines, page_head, text, timeline
+from ddpdebug.reports.html import SWATCHES, Points, duration, heat_map, lines, page_head, text, timeline
 from ddpdebug.reports.reading import PARTS, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
@@ -50,8 +51,11 @@ code { font-size: .92em; } pre { overflow-x: auto; font-size: .85em; }
 """
 
 
-def report(directory: Path) -> str:
+def report(directory: Path, *, name: str = "") -> str:
     """Return the page about a run as HTML, also of one that was killed or still goes on.
+
+    Args:
+        name: by which the directory is known to who reads it, where that is not its path.
 
     Raises:
         ValueError: this is not a run directory, or another version's.
@@ -70,11 +74,11 @@ def report(directory: Path) -> str:
     norms = {"highest rank": "norm highest rank", "lowest rank": "norm lowest rank"}
     memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
     parts = [
-        page_head(f"ddpdebug: run {run_id}", _STYLE),
+        page_head(f"ddpdebug: run {run_id}", _STYLE + SWATCHES),
         f"<h1>Run {run_id}</h1>",
         _tiles(history),
         "<h2>Findings</h2>",
-        *map(_finding, history.findings[:_MAX_FINDINGS]),
+        *map(finding_article, history.findings[:_MAX_FINDINGS]),
         _rest(history),
         _last_words(history),
         "<h2>What was checked</h2>",
@@ -96,7 +100,7 @@ def report(directory: Path) -> str:
         "<h2>Ranks</h2>",
         _ranks(history),
         "<h2>What ran</h2>",
-        _facts(history),
+        _facts(history, name),
         "</body></html>\n",
     ]
     return "\n".join(parts)
@@ -188,16 +192,16 @@ def _tiles(history: History) -> str:
         ("Findings", f"{len(history.findings)}, {len(severe)} severe{', damaged' if history.damage else ''}", kind),
         ("Ranks", world, ""),
         ("Steps recorded", history.steps, ""),
-        ("Checked", *_checked(history)),
+        ("Checked", *checked(history.run)),
         ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
     ]
     shown = (f'<div class="tile {kind}">{name}<b>{text(value, 80)}</b></div>' for name, value, kind in tiles)
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def _checked(history: History) -> tuple[str, str]:
-    """Return the tile's word and colour: green only where everything was looked at."""
-    known = Coverage.from_json(history.run.get("coverage"))
+def checked(run: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the word and colour of a tile about what was looked at, by `run.json`: green only where all was."""
+    known = Coverage.from_json(run.get("coverage"))
     if known is None or known.complete is None:
         return "not known", ""
     if known.complete:
@@ -218,7 +222,8 @@ def _coverage(history: History) -> str:
     return f"{line}<table>{head}{rows}</table>" if rows else line
 
 
-def _finding(finding: Finding) -> str:
+def finding_article(finding: Finding, more: str = "") -> str:
+    """Return a finding with its evidence as HTML, and `more` of it at its end."""
     severity = finding.severity.label
     rows = [
         ("where", [where(finding)]),
@@ -232,7 +237,7 @@ def _finding(finding: Finding) -> str:
         f"<dt>{label}</dt><dd>{'<br>'.join(map(escape, texts))}</dd>" for label, texts in rows if any(texts)
     )
     head = f"{text(finding.code, 20)} · {severity} · {text(finding.title, 300)}"
-    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl>{_stacks(finding)}</article>'
+    return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl>{_stacks(finding)}{more}</article>'
 
 
 def _stacks(finding: Finding) -> str:
@@ -292,13 +297,13 @@ def _ranks(history: History) -> str:
     return f"<table>{head}{''.join(rows[:512])}</table>{note}"
 
 
-def _facts(history: History) -> str:
+def _facts(history: History, name: str) -> str:
     versions = history.run.get("versions")
     shown = versions if isinstance(versions, dict) else {}
     command = history.run.get("command")
     words = " ".join(redact(list(map(str, command)))) if isinstance(command, list) else ""
     rows = {
-        "directory": history.directory,
+        "directory": name or history.directory,
         "started": history.run.get("time"),
         "node": history.run.get("node"),
         "command": words,

@@ -20,11 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddpdebug.schema.run_state import run_key
+
 RUN = "run.json"
 #: A document that only the mirror has: where the run directory is, and what lies in it that is too large to travel.
 BUNDLES = "bundles.json"
-#: As run directories are called: when the run began, and its id.
-KEY = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_.-]{1,40}", re.ASCII)
 #: Bytes of a file that is replaced as a whole, of one that grows, and of all pieces of a batch.
 MAX_DOCUMENT, MAX_FILE, BATCH = 2 << 20, 64 << 20, 2 << 20
 _RANK = r"ranks/(?:0|[1-9]\d{0,6})/"
@@ -49,9 +49,8 @@ def is_document(path: str) -> bool | None:
 
 def key_of(run: Mapping[str, Any]) -> str:
     """Return what a run is called in a hub; raise ValueError where `run.json` does not say who it is."""
-    begun = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", str(run.get("time")))
-    key = "{}{}{}T{}{}{}Z".format(*begun.groups()) + f"-{run.get('run')}" if begun else ""
-    if not KEY.fullmatch(key):
+    key = run_key(run.get("time"), run.get("run"))
+    if not key:
         raise ValueError(f"its {RUN} names no run and no time")
     return key
 
@@ -113,6 +112,7 @@ class Mirror:
         except BaseException:
             self.close()
             raise
+        self._met = False
         self._there: dict[str, Held] = {}  # what the other side has
         self._read: dict[str, tuple[int, Held]] = {}  # the file's number, and what was read of it so far
         self._done: dict[str, tuple[int, ...]] = {}  # the file as it was when all of it was there
@@ -150,18 +150,35 @@ class Mirror:
         self._sent.clear()
         return fine
 
+    def bring(self, send: Callable[[Sequence[Piece], bool], Mapping[str, Held]]) -> int:
+        """Send all that the other side has not, as far as it takes it; return how many pieces those were.
+
+        Args:
+            send: sends pieces, and returns what the other side has then: of these files, or of all of the run's.
+        """
+        if not self._met:
+            self.learn(send([], True))
+            self._met = True
+        sent, fine = 0, True
+        while pieces := self.pieces():
+            before, fine = fine, self.learn(send(pieces, False))
+            sent += len(pieces)
+            if not fine and not before:  # somebody else brings it as well: what it comes to is seen later
+                break
+        return sent
+
     def verify(self) -> None:
         """Compare all files from their beginning when pieces are asked for again."""
         self._done.clear()
         self._read.clear()
-        self._next_ranks = self._clock()
+        self._next_ranks, self._met = self._clock(), False
 
     def pieces(self, room: int = BATCH) -> list[Piece]:
         """Return what comes next, of at most about `room` bytes; nothing where the other side has all.
 
         Raises:
-            ValueError: another run has the directory now.
-            OSError: the directory has gone.
+            ValueError: another run has the directory now, or nobody.
+            OSError: it cannot be read.
         """
         self._look()
         paths = self._paths()
@@ -190,7 +207,10 @@ class Mirror:
 
     def _look(self) -> None:
         """Notice another run in this directory."""
-        signature = _signature(os.stat(RUN, dir_fd=self._root, follow_symlinks=False))
+        try:
+            signature = _signature(os.stat(RUN, dir_fd=self._root, follow_symlinks=False))
+        except FileNotFoundError:
+            raise ValueError("its directory has gone") from None
         if signature != self._run_as_read:
             if key_of(run := self._read_run()) != self.key:
                 raise ValueError("another run has its directory now")

@@ -19,6 +19,17 @@ _HANG = re.compile(r"hang: ([A-Z]{2,4}\d{3})\b")
 _EXCEPTION = re.compile(r"exception: (?:\w+\.)*(\w+)")
 
 
+#: What a run is called where there are many: when it began, and its id. Run directories are named so as well.
+RUN_KEY = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_.-]{1,40}", re.ASCII)
+
+
+def run_key(time: object, run_id: object) -> str:
+    """Return what a run is called where there are many; empty where time or id are not those of a run."""
+    begun = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", str(time))
+    key = "{}{}{}T{}{}{}Z".format(*begun.groups()) + f"-{run_id}" if begun else ""
+    return key if RUN_KEY.fullmatch(key) else ""
+
+
 class RunState(IntEnum):
     """The state of one process, by its code."""
 

@@ -31,6 +31,8 @@ class RunStarted:
     spawned: bool = False  # the script has started its ranks by itself
     name: str = ""  # the run's, for people
     scheduler_job: str = ""  # the id that the cluster's scheduler knows it by
+    owner: str = ""  # whose process it is
+    place: Mapping[str, str] = field(default_factory=dict)  # by what the scheduler and its users know the job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class Trouble:
         """Whether a part has switched itself off; otherwise the message says by itself what is not looked at."""
         part = self.part.partition(" of rank ")[0]
         return part not in {"guard", "judging", "threads", "torch"} and not part.startswith(
-            ("sink:run_directory ", "sink:annotations ")
+            ("sink:run_directory ", "sink:annotations ", "sink:hub ")
         )
 
 

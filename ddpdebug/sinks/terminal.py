@@ -23,6 +23,7 @@ from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
+from ddpdebug.schema.run_state import run_key
 from ddpdebug.sinks import (
     Covered,
     FindingIgnored,
@@ -146,6 +147,8 @@ class Terminal:
         lines = [SEPARATOR.join(filter(None, items))]
         if record.metrics_url is not None:
             lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
+        if hub := record.config.get("hub"):
+            lines.insert(0, f"{clean(str(hub)).rstrip('/')}/runs/{run_key(record.time, record.run_id)}")
         self._print("".join(f"ddpdebug: {line}\n" for line in lines))
 
     def _hear(self, finding: Finding) -> None:

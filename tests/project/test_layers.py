@@ -17,12 +17,13 @@ _LAYERS = (
     ("errors", "fingerprint"),
     ("detectors", "isolation"),
     ("config", "nested", "sinks"),
-    ("exchange", "grafana", "processes", "run_directory"),
+    ("run_directory",),
+    ("exchange", "grafana", "processes"),
     ("diagnosis", "probes", "progress"),
     ("ci", "forensics", "reports"),
     ("instrument", "testing"),
     ("monitor", "pytest_plugin"),
-    ("preflight",),
+    ("hub", "preflight"),
     ("commands",),
     ("__main__",),
 )
@@ -48,6 +49,9 @@ _PURE = (
     "detectors",
     "sinks",
     "run_directory.reader",
+    "run_directory.mirror",
+    "processes.pusher",
+    "hub",
     "diagnosis.reporter",
     "diagnosis.rejudge",
     "ci.verdict",
@@ -94,7 +98,7 @@ _DISTRIBUTED = (
     "preflight.sandbox.lockstep",
     "monitor.doctor",
 )
-_HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client"}
+_HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client", "sqlalchemy", "starlette", "uvicorn", "jinja2"}
 
 
 def _modules() -> dict[str, ast.Module]:
@@ -236,7 +240,7 @@ with contextlib.redirect_stderr(io.StringIO()):
 def test_command_line_is_light() -> None:
     """The command line is known to be right or wrong before torch or rich are loaded."""
     modules, _ = _loaded_after(_WRONG_LINE)
-    assert modules & {"torch", "rich", "numpy"} == set()
+    assert modules & {"torch", "rich", "numpy", "sqlalchemy", "starlette", "uvicorn"} == set()
 
 
 def test_heavy_imports_are_seen() -> None:

@@ -1,0 +1,74 @@
+"""Serves the hub: its socket, its database, its application and what it watches, until a signal ends it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from ddpdebug.errors import UsageError
+from ddpdebug.hub.app import create
+from ddpdebug.hub.auth import Auth
+from ddpdebug.hub.pages import routes
+from ddpdebug.hub.store import Store
+from ddpdebug.hub.watch import Watch
+
+#: Connections at a time; pages that listen for events keep one each.
+_CONNECTIONS = 1000
+#: Seconds that requests have when the hub ends.
+_PATIENCE = 3
+
+
+class Serving:
+    """A hub that is about to serve.
+
+    Args:
+        data: a file, or the URL of a database.
+        keep, most: what is deleted: runs that are over for so many seconds, the oldest beyond so many bytes.
+
+    Raises:
+        UsageError: the address cannot be bound, or the database cannot be opened.
+    """
+
+    def __init__(
+        self, host: str, port: int, data: str, tokens: Auth, watched: Sequence[Path], *, keep: float, most: float
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+            self._socket.listen(512)
+        except OSError as error:
+            self._socket.close()
+            raise UsageError(f"cannot serve at {host} port {port}: {error.strerror or error}") from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self._store = Store(data)
+        self.place = self._store.place
+        self._watch = Watch(self._store, watched, keep, lambda message: print(f"ddpdebug: {message}", file=sys.stderr))
+        self._app = create(self._store, tokens, pages=routes(self._store), keep=keep, most=most)
+
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM; return the exit status."""
+        self._watch.start()
+        config = uvicorn.Config(
+            self._app,
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=_CONNECTIONS,
+            timeout_graceful_shutdown=_PATIENCE,
+            server_header=False,
+            h11_max_incomplete_event_size=32 << 10,
+        )
+        try:
+            uvicorn.Server(config).run(sockets=[self._socket])
+        except KeyboardInterrupt:  # uvicorn raises it again once it has ended in order
+            pass
+        finally:
+            self._watch.close()
+            self._store.close()
+        return 0

@@ -1,0 +1,276 @@
+"""The pusher: a small process beside rank 0 that sends a hub what is new in the run directory. Torch-free.
+
+The job itself opens no connection, resolves no name and compresses nothing: it starts this process, tells it where the
+run is, and later that it has ended. So a hub that is slow, dead or hostile reaches nothing of the job; and the process
+goes on when the rank has gone, however it went, until the hub has what the run has left. See docs/decisions/034.
+
+`Pusher` is the rank's side, `Post` is for whoever sends a run directory.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpdebug.run_directory.mirror import Held, Mirror, Piece, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Seconds between two looks; without anything new the hub hears so often that the run goes on.
+_EVERY, _WORD = 2.0, 10.0
+#: A hub that does not answer is tried again after twice the time each, and at last so often.
+_LONGEST = 10.0
+#: One that has not answered for so long is said to; at once where it refuses.
+_SILENCE = 8.0
+_TIMEOUT = 10.0
+#: What may be waited for at the end of a rank that nothing outlives.
+_LAST_WORDS = 2.0
+#: Once the rank has gone, others of the run may still write for so long; a hub that does not answer is given so long.
+_AFTER, _PATIENCE = 6.0, 60.0
+_MAX_MESSAGE, _MAX_ANSWER = 1 << 14, 8 << 20
+
+
+# --- the rank's side --------------------------------------------------------------------------------------------------
+
+
+class Pusher:
+    """The rank's end of its pusher. Nothing here waits, but for the start of the process.
+
+    Raises:
+        OSError: there can be no such process here.
+    """
+
+    def __init__(self) -> None:
+        from ddpdebug.processes.detached import start  # noqa: PLC0415 - the other side does without
+
+        self._owner = os.getpid()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        rank = -1
+        with suppress(OSError, AttributeError):  # an old kernel: the end of the socket tells
+            rank = os.pidfd_open(self._owner)
+        try:
+            start("ddpdebug.processes.pusher", (theirs.fileno(), rank), (theirs.fileno(), rank))
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+            if rank >= 0:
+                os.close(rank)
+
+    def tell(self, **facts: Any) -> None:
+        """Tell the process `url`, `token`, `token_file` and `directory`, and later `end`."""
+        if os.getpid() == self._owner:
+            with suppress(OSError):
+                self._socket.send(json.dumps(facts).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def hear(self, seconds: float = 0.0) -> dict[str, Any]:
+        """Return what the process has said, waiting so long for it; empty where that is nothing."""
+        if os.getpid() == self._owner:
+            with suppress(OSError, ValueError):
+                poll = select.poll()
+                poll.register(self._socket, select.POLLIN)
+                if poll.poll(seconds * 1000):
+                    said = json.loads(self._socket.recv(_MAX_MESSAGE) or b"{}")
+                    return said if isinstance(said, dict) else {}
+        return {}
+
+    def close(self) -> None:
+        """Let go of the process; one that was told of no run ends."""
+        if os.getpid() == self._owner:
+            self._socket.close()
+
+
+# --- whoever sends ----------------------------------------------------------------------------------------------------
+
+
+class RefusedError(Exception):
+    """A hub has answered, and does not take what was sent.
+
+    Args:
+        for_good: it will not take anything of this run.
+    """
+
+    def __init__(self, message: str, *, for_good: bool) -> None:
+        super().__init__(message)
+        self.for_good = for_good
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows nothing: the token is for the hub that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return no other request."""
+
+
+class Post:
+    """A way to a hub for one run.
+
+    Args:
+        token: gives the token of now; empty where none is needed.
+        source: `push`, or what else the hub is to know of how it gets the run.
+    """
+
+    def __init__(self, url: str, key: str, token: Callable[[], str], source: str = "push") -> None:
+        self.url, self._key, self._token, self._source = url.rstrip("/"), key, token, source
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def send(self, pieces: Sequence[Piece], all_files: bool = False) -> dict[str, Held]:  # noqa: FBT001, FBT002 - as `Mirror.bring` calls it
+        """Post a batch; return what the hub has.
+
+        Raises:
+            RefusedError: the hub does not take it.
+            OSError: the hub does not answer, or not as a hub does.
+        """
+        headers = {"Content-Type": "application/x-ndjson", "Content-Encoding": "gzip"}
+        if token := self._token():
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(  # noqa: S310 - the scheme is checked where the option is read
+            f"{self.url}/api/v1/runs/{self._key}/batch",
+            encode(self._key, self._source, pieces, all_files=all_files),
+            headers,
+        )
+        try:
+            with self._opener.open(request, timeout=_TIMEOUT) as answer:
+                files = json.loads(answer.read(_MAX_ANSWER))["files"]
+                return {str(path): Held(int(held["size"]), str(held["digest"])) for path, held in files.items()}
+        except urllib.error.HTTPError as error:
+            with suppress(OSError, ValueError, http.client.HTTPException):
+                error.msg = str(json.loads(error.read(4096))["error"])[:200]
+            raise RefusedError(f"{error.code} {error.msg}", for_good=error.code in {404, 409, 410}) from None
+        except (http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise OSError(f"no hub answers there ({type(error).__name__})") from None
+
+
+def read_token(environ: Mapping[str, str], file: str | Path | None) -> str:
+    """Return the token for a hub: the first line of a file, or DDPDEBUG_HUB_TOKEN; raise OSError without the file."""
+    if file:
+        with open(file, encoding="utf-8", errors="replace") as lines:  # noqa: PTH123 - pathlib would be loaded
+            return lines.readline(4096).strip()
+    return environ.get("DDPDEBUG_HUB_TOKEN", "").strip()
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def main(words: tuple[int, int]) -> None:
+    """Push a run until it has ended and the hub has it; ends the process."""
+    control, rank = words
+    try:
+        _Process(socket.socket(fileno=control), rank).run()
+    finally:
+        os._exit(0)
+
+
+class _Process:
+    """What runs beside the rank."""
+
+    def __init__(self, control: socket.socket, rank: int) -> None:
+        self._control, self._rank = control, rank
+        self._facts: dict[str, Any] = {}
+        self._talks = True  # the rank's end is open
+        self._gone: float | None = None  # since when the rank is not there any more
+        self._ended: float | None = None  # since when the run is over, as far as the rank knows
+        self._deadline = float("inf")
+        self._failing: float | None = None
+        self._said = False
+        self._pause, self._last = _EVERY, float("-inf")  # when the hub last heard that there is nothing new
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._asked)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+    def _asked(self, *_: object) -> None:
+        """Take it that all of the job is being ended: a push or two, and no more."""
+        self._deadline = min(self._deadline, time.monotonic() + _LAST_WORDS)
+
+    def run(self) -> None:
+        """Wait for a run, and push it."""
+        while "directory" not in self._facts:
+            if self._gone is not None or not self._talks:
+                return
+            self._wait(None)
+        facts = self._facts
+        mirror = Mirror(Path(facts["directory"]))
+        environ = {"DDPDEBUG_HUB_TOKEN": facts.get("token", "")}
+        post = Post(facts["url"], mirror.key, lambda: read_token(environ, facts.get("token_file")))
+        while not self._push(mirror, post):
+            now = time.monotonic()
+            if now >= self._deadline or (self._ended is not None and now - self._ended > _PATIENCE):
+                return
+            self._wait(self._pause if self._ended is None else min(self._pause, 1.0))
+
+    def _push(self, mirror: Mirror, post: Post) -> bool:
+        """Send what is new; return whether there is nothing more to do, now or later."""
+        over = self._is_quiet()
+        if over:
+            mirror.verify()
+        try:
+            if mirror.bring(post.send) == 0 and time.monotonic() - self._last >= _WORD:
+                post.send([])
+                self._last = time.monotonic()
+        except RefusedError as error:
+            self._failed(post.url, error, at_once=True)
+            return error.for_good
+        except ValueError:  # another run has the directory, or nobody
+            return True
+        except OSError as error:
+            self._failed(post.url, error, at_once=False)
+            return False
+        finally:
+            if self._ended is not None:  # whether it worked or not: the rank may wait
+                self._tell(done=True)
+        self._failing, self._pause = None, _EVERY
+        return over
+
+    def _is_quiet(self) -> bool:
+        """Tell whether all that belongs to the run has had time to write how it ended."""
+        return self._gone is not None and time.monotonic() - self._gone >= _AFTER
+
+    def _failed(self, url: str, error: Exception, *, at_once: bool) -> None:
+        now = time.monotonic()
+        self._failing = now if self._failing is None else self._failing
+        self._pause = min(_LONGEST, 2 * self._pause)
+        if at_once or now - self._failing >= _SILENCE or self._ended is not None:
+            self._say(url, error)
+
+    def _say(self, url: str, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            reason = " ".join(str(getattr(error, "reason", None) or error).split())[:200]
+            later = f"ddpdebug hub push {self._facts['directory']}"
+            self._tell(trouble=f"the hub at {url} does not take the run: {reason}; tried again, and later: {later}")
+
+    def _tell(self, **words: Any) -> None:
+        with suppress(OSError):
+            self._control.send(json.dumps(words).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def _wait(self, seconds: float | None) -> None:
+        """Wait for so long, or until the rank says something, or has gone."""
+        poll = select.poll()
+        if self._talks:
+            poll.register(self._control, select.POLLIN)
+        if self._rank >= 0 and self._gone is None:
+            poll.register(self._rank, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)}
+        if self._talks and self._control.fileno() in ready:
+            data = b""
+            with suppress(OSError):
+                data = self._control.recv(_MAX_MESSAGE)
+            self._talks = bool(data)
+            self._facts |= json.loads(data or b"{}")
+        if self._rank in ready or (self._rank < 0 and not self._talks):
+            self._gone = time.monotonic()
+        if self._ended is None and ("end" in self._facts or self._gone is not None):
+            self._ended = time.monotonic()
