@@ -8,14 +8,17 @@ for the machine has other work), the bytes that come into a rank for a healthy s
 judges keeps.
 
 With `--meeting` the ranks of each world meet, as threads, and what they ask of the store is counted; what that takes is
-the number by the time of one such call to a TCPStore, alone. With `--process` one real process trains, first plain and
-then as a rank of so many: another process makes what comes from the others. In turn, so that both see the same machine.
+the number by the time of one such call to a TCPStore, alone. With `--talk` the ranks of each world are processes that
+talk over gloo, flat and over the tree, and judge healthy steps: small worlds only. With `--process` one real process
+trains, first plain and then as a rank of so many: another process makes what comes from the others. In turn, so that
+both see the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import datetime
 import json
 import multiprocessing
 import os
@@ -37,19 +40,24 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, TCPStore
 
 from ddpdebug.config.settings import Config
 from ddpdebug.diagnosis.engine import Diagnosis
+from ddpdebug.exchange import ticks
 from ddpdebug.exchange.meeting import RollCall
 from ddpdebug.exchange.partial import Partial, StepPart
+from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.tree import Circle, Tree, circles, packed, unpacked
-from ddpdebug.monitor.many_ranks import PartAssembler, chosen_step
+from ddpdebug.monitor.many_ranks import PartAssembler, chosen_step, fault_of_part
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.schema.announcements import read_announcement
-from ddpdebug.schema.row import DIGESTS, Flag, Row, decode, encode
+from ddpdebug.schema.row import DIGESTS, ROW_BYTES, Flag, Row, decode, encode
+from ddpdebug.torch_internals import GlooGroup
 
+#: Of processes that talk.
+_TIMEOUT, _HEADER_BYTES = datetime.timedelta(minutes=5), 40
 _OF_ONE = ("batch_digest", "record_digest", "output_digest", "rng_digest")
 
 
@@ -218,6 +226,96 @@ def operation_seconds() -> dict[str, float]:
             rounds.append((time.perf_counter() - begun) / 100)
         found[name] = min(rounds)
     return found
+
+
+def talk(size: int, steps: int = 200) -> dict[str, dict[str, float]]:
+    """Return what a step costs ranks that are processes on gloo, flat and over the tree: the median one and the first.
+
+    The rows of all, which the tree asks for now and then, are not in it.
+    """
+    found = {}
+    context = multiprocessing.get_context("fork")
+    for name, how in {"flat": _talk_flat, "tree": _talk_over_a_tree}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = [(how, f"{folder}/store", rank, size, steps, theirs) for rank in range(size)]
+            ranks = [context.Process(target=_talk, args=each) for each in arguments]
+            for rank in ranks:
+                rank.start()
+            spent: dict[int, tuple[float, float, float]] = dict(ours.recv() for _ in ranks)
+            for rank in ranks:
+                rank.join()
+        median, came, connecting = (statistics.median(column) for column in zip(*spent.values(), strict=True))
+        found[name] = {"median": median, "first": spent[0][0], "bytes": came, "connecting": connecting}
+    return found
+
+
+def _talk(how: Callable[..., Any], path: str, rank: int, size: int, steps: int, pipe: Connection) -> None:
+    store = FileStore(path, size)
+    draw = random.Random(rank)  # noqa: S311 - no secret
+    rows = [row(rank, step, draw) for step in range(64, 64 + steps)]
+    came: list[int] = []
+    schedule, diagnosis = Schedule(budget=0.01, every_step=False), Diagnosis(world=size, config={"world": size})
+    begun = time.monotonic()
+    take = how(store, rank, size, schedule, diagnosis, came)
+    connected, before = time.monotonic() - begun, time.process_time()
+    for data in rows:
+        take(data)
+    spent = time.process_time() - before
+    pipe.send((rank, (1e3 * spent / steps, sum(came) / steps, connected)))
+    store.add("done", 1)
+    while store.add("done", 0) < size:
+        time.sleep(0.05)
+    os._exit(0)
+
+
+def _talk_flat(
+    store: FileStore, rank: int, size: int, schedule: Schedule, diagnosis: Diagnosis, came: list[int]
+) -> Callable[[bytes], None]:
+    group = GlooGroup(store, "flat", rank, size, _TIMEOUT)
+    assembler, head = Assembler(size), bytes(_HEADER_BYTES)
+
+    def take(data: bytes) -> None:
+        gathered = group.gather((head + data).ljust(len(head) + ticks.BATCH_ROWS * ROW_BYTES, b"\0"))
+        came.append(sum(map(len, gathered)))
+        for other, given in enumerate(gathered):
+            read = decode(given[len(head) : len(head) + ROW_BYTES])
+            if fault_of(read, other, read.step) is None:
+                assembler.add(other, read)
+        for step in assembler.ready():
+            schedule.learn(step, step.step + 1)
+            diagnosis.feed(step)
+        diagnosis.tick()
+
+    return take
+
+
+def _talk_over_a_tree(
+    store: FileStore, rank: int, size: int, schedule: Schedule, diagnosis: Diagnosis, came: list[int]
+) -> Callable[[bytes], None]:
+    def connect(circle: Circle) -> GlooGroup:
+        name = f"tree/{circle.level}/{circle.members[0]}"
+        return GlooGroup(store, name, circle.members.index(rank), len(circle.members), _TIMEOUT)
+
+    tree, parts, everyone = Tree(range(size), rank, connect, NoWords()), PartAssembler(), (1 << size) - 1
+
+    def take(data: bytes) -> None:
+        before, own = tree.bytes, Partial()
+        own.add_row(data)
+        heard, _ = tree.merge(own)
+        came.append(tree.bytes - before)
+        for key, part in heard.steps.items():
+            if fault_of_part(key, part, size, key[1]) is None:
+                parts.add(key, part)
+        for key, part in parts.ready(everyone):
+            step = chosen_step(key, part)
+            schedule.learn(step, step.step + 1)
+            if rank == 0:
+                diagnosis.feed(step)
+        if rank == 0:
+            diagnosis.tick()
+
+    return take
 
 
 class Others:
@@ -417,12 +515,21 @@ def main() -> None:
     parser.add_argument("--worlds", default="64,1024,8192")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--meeting", action="store_true", help="count what the store is asked")
+    parser.add_argument("--talk", action="store_true", help="the ranks are processes on gloo, flat and over the tree")
     parser.add_argument("--process", type=int, default=0, help="ranks of which one real process is one")
     arguments = parser.parse_args()
     if arguments.process:
         believe(arguments.process)
         return
     for size in map(int, arguments.worlds.split(",")):
+        if arguments.talk:
+            for name, costs in talk(size).items():
+                times = (
+                    f"{costs['median']:.2f} ms of processor time a step in the median, {costs['first']:.2f} the first"
+                )
+                rest = f"{costs['bytes']:.0f} bytes come, {costs['connecting']:.1f} s to connect"
+                print(f"{size} ranks, {name}: {times}, {rest}")
+            continue
         result = measure(size, arguments.steps)
         print(f"\n{size} ranks, {result['levels']} levels, at most {result['connections']} connections")
         for role, milliseconds in result["times"].items():

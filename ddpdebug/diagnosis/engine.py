@@ -25,7 +25,7 @@ from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import FLAT, Step, kind_of
+from ddpdebug.schema.step import Step, are_many, kind_of
 
 #: A parked step is judged with the details that have come after so many ticks.
 DETAIL_TICKS = 200
@@ -442,7 +442,7 @@ def _is_beyond(rule: Detector, step: Step) -> bool:
 
 def _asked(step: Step) -> frozenset[int]:
     """Return who is asked about a step: all ranks, of very many some of each kind, most of the largest."""
-    if len(step.rows) <= FLAT:
+    if not are_many(len(step.rows)):
         return frozenset(step.rows)
     kinds: dict[tuple[float, ...], list[int]] = {}
     for rank, row in step.rows.items():

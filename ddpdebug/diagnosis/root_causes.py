@@ -262,7 +262,8 @@ class Incidents:
                 return incident
         for name, incident in self._adopted.items():
             other = incident.finding  # who has not seen how it began may explain the same difference in another way
-            if other.code == finding.code and (rule.incident_key(other) == key or other.ranks == finding.ranks):
+            alike = other.ranks == finding.ranks or (finding.ranks and {*finding.ranks} <= {*other.ranks})  # some left
+            if other.code == finding.code and (rule.incident_key(other) == key or alike):
                 incident.group = group
                 return self._adopted.pop(name)
         before = self._before(rule, finding, group)

@@ -358,11 +358,12 @@ class Calls:
         say: sends (kind, fields) to all ranks.
         learn: takes each step.
         judge: takes the steps that this rank judges.
-        show: takes those that another one judges.
+        show: takes those that another one judges, and those that nobody has the time for.
         report: takes what was found.
         adopt: takes what another rank has found.
         curious: as of `WholeSteps`.
         answer: takes what this rank is asked.
+        tell_again: called as another rank begins to judge, which has not heard what ranks announced to the one before.
         tell: takes what goes wrong, once for each part.
     """
 
@@ -374,6 +375,7 @@ class Calls:
     adopt: Callable[[Sequence[Finding]], object]
     curious: Callable[[Step], Collection[str]]
     answer: Callable[[Iterable[Request]], object]
+    tell_again: Callable[[], object]
     tell: Callable[[str, str], object]
 
 
@@ -416,8 +418,11 @@ class ManyRanks:
     def take(self, tick: Tick) -> None:
         """Take what all ranks have said of their steps."""
         if tick.members is not self._members:
+            judged, judges = self._members[:1], tick.members[:1]
             self._members, self._everyone = tick.members, sum(1 << rank for rank in tick.members)
-            self.judges = self.judges or self.rank == min(tick.members, default=-1)
+            self.judges = self.judges or (self.rank,) == judges
+            if judged and judged != judges:
+                self._calls.tell_again()
         for key, part in tick.parts.items():
             fault = fault_of_part(key, part, self.world, tick.progress)
             if fault is None:
@@ -453,6 +458,7 @@ class ManyRanks:
             if self.left_out == 1:
                 text = f"the steps of {self.world} ranks come faster than the budget lets one rank judge them"
                 self._calls.tell("judging", f"{text}: from step {step.step} on some are left out")
+            self._calls.show(step)  # it was taken, and is counted
             return
         begun = self._used()
         self._calls.judge(step)

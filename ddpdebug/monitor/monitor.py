@@ -75,7 +75,9 @@ from ddpdebug.schema.announcements import (
     MemoryState,
     Place,
     RankCoverage,
+    Scope,
     read_announcement,
+    scope_of,
     topic_text,
 )
 from ddpdebug.schema.coverage import Coverage
@@ -83,7 +85,7 @@ from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import ENDED, is_by_hang, is_hang, name_of, reason_of
 from ddpdebug.schema.row import Flag, Row, decode, encode
-from ddpdebug.schema.step import FLAT, Step
+from ddpdebug.schema.step import Step, are_many
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import FindingRaised, Met, Record, RunEnded, Saved, StepJudged, Trouble
 from ddpdebug.sinks.fanout import Fanout
@@ -187,6 +189,7 @@ class Monitor:
         self._exchange: Exchange | None = None
         self._store: Any = None
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
+        self._announced: dict[str, dict[str, Any]] = {}  # by topic, to the one of very many that judges
         self._troubles: list[Trouble] = []
         # of `_troubles` and `_has_sinks`, for any thread may be in trouble; and of `_diagnosis`: two of ours may use it
         # once the ranks cannot talk
@@ -472,7 +475,7 @@ class Monitor:
         self.covering.start()
 
     def _make_exchange(self, *calls: Any) -> Exchange:
-        if self.world <= FLAT:
+        if not are_many(self.world):
             return Exchange(self.rank, self.world, *calls)
         of_many = Calls(
             say=self._say,
@@ -483,6 +486,7 @@ class Monitor:
             adopt=lambda found: self._back.run("diagnosis", self._diagnosis.adopt, found),
             curious=lambda step: self._back.run("diagnosis", self._diagnosis.curious, step) or (),
             answer=self._answering.ask,
+            tell_again=self._announce_again,
             tell=self._back.tell,
         )
         self._many = ManyRanks(self.rank, self.world, of_many)
@@ -739,8 +743,16 @@ class Monitor:
 
     def _deliver(self, message: dict[str, Any]) -> bool:
         assert self._exchange is not None
-        of_few = message.get("topic") not in _FOR_ALL if message["kind"] == "fact" else message["kind"] in _REPORTS
+        topic = str(message.get("topic")) if message["kind"] == "fact" else ""
+        of_few = topic not in _FOR_ALL if topic else message["kind"] in _REPORTS
+        if topic and of_few and self._many is not None and scope_of(topic) is Scope.ALL_RANKS:
+            self._announced[topic] = message
         return self._exchange.say(message, report=of_few)
+
+    def _announce_again(self) -> None:
+        """Tell the rank that judges from now on what the one before knew of this rank."""
+        for message in list(self._announced.values()):
+            self._deliver(message)
 
     def _account(self) -> RankCoverage:
         """Return what this rank looked at; reads only, from any thread."""

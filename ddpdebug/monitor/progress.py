@@ -35,7 +35,7 @@ from ddpdebug.progress.waits import IN_ORDER, Seen, judge
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.schema.announcements import Announcement, Hang, HangOver
 from ddpdebug.schema.progress import RankProgress
-from ddpdebug.schema.step import FLAT
+from ddpdebug.schema.step import are_many
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import Waiting
 
@@ -106,7 +106,7 @@ class ProgressWatch:
         self._beats, self._hang_stop, self._asked, self._ask_again = beats, stop, Asked(rank, disk), 0.0
         self.box: black_box.BlackBox | None = None
         self._boxless = False
-        self._is_one_of_many = world > FLAT
+        self._is_one_of_many = are_many(world)
         self._every = _EVERY_SECONDS * max(1.0, world / _OFTEN_RANKS)
         self._tells = max(_TELL_SECONDS, 2.5 * self._every)
         self._ranks = SeenRanks(

@@ -27,7 +27,7 @@ from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.announcements import Announcement, End, Failure, Hang, Place
 from ddpdebug.schema.hangs import is_by_hang
 from ddpdebug.schema.progress import DATA_ENDED, Noted, RankProgress
-from ddpdebug.schema.step import FLAT
+from ddpdebug.schema.step import are_many
 from ddpdebug.schema.wire import from_json, to_json
 
 #: A look that is older says nothing of now.
@@ -69,7 +69,7 @@ class SeenRanks:
         every: float,
     ) -> None:
         self.rank, self.world = rank, world
-        self._is_one_of_many, self.stale = world > FLAT, max(_STALE_SECONDS, 2.5 * every)
+        self._is_one_of_many, self.stale = are_many(world), max(_STALE_SECONDS, 2.5 * every)
         self._disk, self._folder, self._watcher = disk, folder, watcher
         self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
         self.began = self.ticked = time.monotonic()

@@ -35,6 +35,11 @@ SUMS: Mapping[str, Callable[[Row], float]] = {
 }
 
 
+def are_many(ranks: int) -> bool:
+    """Tell whether so many ranks talk over the tree, and are judged by chosen rows."""
+    return ranks > FLAT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What all ranks of a step say together.
@@ -84,7 +89,7 @@ class Step:
     @property
     def looks_chosen(self) -> bool:
         """Whether there are so few rows that they would be taken for chosen ones, where nothing else is known."""
-        return self.chosen or (len(self.rows) <= MOST_CHOSEN and self.world > FLAT)
+        return self.chosen or (len(self.rows) <= MOST_CHOSEN and are_many(self.world))
 
     @cached_property
     def everyone(self) -> frozenset[int]:
@@ -94,7 +99,7 @@ class Step:
     @cached_property
     def followed(self) -> Mapping[int, Row]:
         """The rows that are there in every step: of all ranks, of very many those of the first and of the last one."""
-        if not self.chosen and self.world <= FLAT:
+        if not self.chosen and not are_many(self.world):
             return self.rows
         ends = {min(self.everyone, default=-1), max(self.everyone, default=-1)}
         return {rank: row for rank, row in self.rows.items() if rank in ends}

@@ -37,6 +37,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 import zygote
+from many_ranks import become_many
 
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.run_directory.reader import read_findings
@@ -138,19 +139,6 @@ def _forked(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None,
     statuses = [result["status"] for result in results]
     failed = None if None in statuses else next((status for status in statuses if status), 0)
     return failed, "".join(result["err"] for result in results)
-
-
-def _become_many() -> None:
-    """Let any number of ranks be very many, in groups of two."""
-    from ddpdebug.diagnosis import engine
-    from ddpdebug.exchange import tree
-    from ddpdebug.monitor import monitor
-    from ddpdebug.schema import step
-
-    circles = tree.circles
-    tree.SIZE, tree.circles = 2, lambda members, rank, _=2: circles(members, rank, 2)
-    for module in (engine, monitor, step):
-        module.FLAT = 1
 
 
 def judge_clean(findings: list[Finding]) -> list[str]:
@@ -353,7 +341,7 @@ def main() -> int:
         importlib.import_module(module)
     catalog()  # the rules
     if args.tree:
-        _become_many()
+        become_many()
     zygote.spare_the_collector()
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         judged = pool.map if args.jobs > 1 else map

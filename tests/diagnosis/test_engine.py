@@ -797,3 +797,7 @@ def test_who_judges_next_goes_on_from_what_was_told() -> None:
     third.adopt([replace(finding, ranks=(3,), phase="load", location="other.py:1") for finding, _ in told])
     other, _ = run(later, with_edit, third)
     assert [f.id for f, new in other if new] == ["RANK101-2"]
+    (ranks,) = {finding.ranks for finding, _ in told}
+    fourth = Diagnosis(world=4)  # of those that were named before some have left
+    fourth.adopt([replace(finding, ranks=(*ranks, 3), phase="load", location="other.py:1") for finding, _ in told])
+    assert {(f.id, new) for f, new in run(later, with_edit, fourth)[0]} == {("RANK101-1", False)}

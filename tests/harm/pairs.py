@@ -3,6 +3,7 @@
     python tests/harm/pairs.py                         # all of `situations/`, a line each
     python tests/harm/pairs.py --twice signal          # those with "signal" in their file name, plain against plain
     python tests/harm/pairs.py --write docs/harm.md    # all, and write what was seen into the table of the page
+    python tests/harm/pairs.py --tree exit             # the ranks talk and are judged as very many are (decision 33)
 
 A situation is one script. The first line of its docstring names it; lines `key: value` below say how it is run:
 
@@ -39,9 +40,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "support"))
 from machine import free_port  # noqa: E402
+from many_ranks import SAID as OVER_A_TREE  # noqa: E402
 
 ROOT = HERE.parent.parent
 FOLDER = HERE / "situations"
+#: On PYTHONPATH it makes few ranks very many.
+_TREE = HERE.parent / "support" / "over_a_tree"
 _KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "slow", "watched", "parts", "needs"}
 #: A run that takes longer does not end.
 _SECONDS = 300
@@ -104,10 +108,10 @@ def situations() -> list[Situation]:
     return [read(path) for path in sorted(FOLDER.glob("[a-z]*.py"))]
 
 
-def _environment(situation: Situation) -> dict[str, str]:
+def _environment(situation: Situation, *, tree: bool = False) -> dict[str, str]:
     taken = ("DDPDEBUG_", "PYTEST_", "PYTHON", "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(taken)}
-    kept.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+    kept.update(PYTHONPATH=f"{ROOT}:{_TREE}" if tree else str(ROOT), OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
     if situation.how == "alone" and "ranks" in situation.options:
         kept.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     kept.update(situation.env)
@@ -128,7 +132,7 @@ def _words(situation: Situation, options: list[str] | None) -> list[str]:
     return words if under is None else ["bash", "-c", under, "bash", *words]
 
 
-def _run_fresh(situation: Situation, options: list[str] | None, cwd: Path) -> list[Result]:
+def _run_fresh(situation: Situation, options: list[str] | None, cwd: Path, *, tree: bool) -> list[Result]:
     started = time.monotonic()
     with (
         tempfile.TemporaryFile() as out,
@@ -139,7 +143,7 @@ def _run_fresh(situation: Situation, options: list[str] | None, cwd: Path) -> li
             stdout=out,
             stderr=err,
             cwd=cwd,
-            env=_environment(situation),
+            env=_environment(situation, tree=tree),
             start_new_session=True,
         ) as process,
     ):
@@ -204,6 +208,7 @@ class Pair:
     files: tuple[list[str], list[str]] = ([], [])
     steps: int = 0
     folder: str = ""
+    tree: bool = False
 
     @property
     def differences(self) -> list[str]:
@@ -215,6 +220,9 @@ class Pair:
             found.append(f"files: {self.files[0]} became {self.files[1]}")
         if self.situation.watched and not self.steps and not found:
             found.append("no step was watched: the comparison means nothing")
+        elif self.tree and self.situation.watched and self.situation.ranks > 1 and not found:
+            if not any(OVER_A_TREE in result["err"] for result in self.attached):
+                found.append("the ranks did not talk over a tree")
         if self.situation.options.get("parts") == "all" and self.said:
             found.append(f"switched off: {', '.join(self.said)}")
         return found
@@ -307,7 +315,9 @@ def _errors(text: str, situation: Situation, folder: str) -> list[str]:
     return found
 
 
-def _forked_jobs(chosen: list[Situation], folder: Path, *, twice: bool, options: list[str]) -> list[dict[str, Any]]:
+def _forked_jobs(
+    chosen: list[Situation], folder: Path, *, twice: bool, tree: bool, options: list[str]
+) -> list[dict[str, Any]]:
     jobs = []
     for situation in chosen:
         for mode in ("plain", "attached"):
@@ -320,18 +330,20 @@ def _forked_jobs(chosen: list[Situation], folder: Path, *, twice: bool, options:
                     "ranks": situation.ranks,
                     "cwd": str(cwd),
                     "timeout": _SECONDS,
-                    "env": {**situation.env, "PYTHONPATH": str(FOLDER)},
+                    "env": {**situation.env, "PYTHONPATH": f"{FOLDER}:{_TREE}" if tree else str(FOLDER)},
                     "options": None if mode == "plain" or twice else options,
                 }
             )
     return jobs
 
 
-def _run_forked(chosen: list[Situation], folder: Path, *, twice: bool, options: list[str]) -> list[Pair]:
+def _run_forked(
+    chosen: list[Situation], folder: Path, *, twice: bool, tree: bool, options: list[str]
+) -> list[Pair]:
     """Run situations one after the other, each forked from one process that has loaded torch."""
     if not chosen:
         return []
-    jobs = _forked_jobs(chosen, folder, twice=twice, options=options)
+    jobs = _forked_jobs(chosen, folder, twice=twice, tree=tree, options=options)
     name = chosen[0].path.stem
     (folder / f"{name}.jobs").write_text(json.dumps(jobs))
     words = [
@@ -340,12 +352,12 @@ def _run_forked(chosen: list[Situation], folder: Path, *, twice: bool, options: 
         str(folder / f"{name}.jobs"),
         str(folder / f"{name}.done"),
     ]
-    subprocess.run(words, check=True, env=_environment(chosen[0]), stdin=subprocess.DEVNULL)
+    subprocess.run(words, check=True, env=_environment(chosen[0], tree=tree), stdin=subprocess.DEVNULL)
     done = iter(json.loads((folder / f"{name}.done").read_text()))
     pairs = []
     for situation in chosen:
         cwd = folder / situation.path.stem
-        pair = Pair(situation, next(done), next(done), folder=str(cwd))
+        pair = Pair(situation, next(done), next(done), folder=str(cwd), tree=tree)
         pairs.append(_looked_at(pair))
     return pairs
 
@@ -358,25 +370,28 @@ def _looked_at(pair: Pair) -> Pair:
     return pair
 
 
-def _run_alone(situation: Situation, folder: Path, *, twice: bool, options: list[str]) -> Pair:
+def _run_alone(situation: Situation, folder: Path, *, twice: bool, tree: bool, options: list[str]) -> Pair:
     cwd = folder / situation.path.stem
     for mode in ("plain", "attached"):
         (cwd / mode).mkdir(parents=True)
-    plain = _run_fresh(situation, None, cwd / "plain")
-    attached = _run_fresh(situation, None if twice else options, cwd / "attached")
-    return _looked_at(Pair(situation, plain, attached, folder=str(cwd)))
+    plain = _run_fresh(situation, None, cwd / "plain", tree=tree)
+    attached = _run_fresh(situation, None if twice else options, cwd / "attached", tree=tree)
+    return _looked_at(Pair(situation, plain, attached, folder=str(cwd), tree=tree))
 
 
-def run(chosen: Iterable[Situation], *, twice: bool = False, options: Iterable[str] = ()) -> dict[str, Pair]:
+def run(
+    chosen: Iterable[Situation], *, twice: bool = False, tree: bool = False, options: Iterable[str] = ()
+) -> dict[str, Pair]:
     """Run situations in pairs, two at a time, and return them by the names of their files.
 
     Args:
         twice: run plain against plain, to see whether a situation is the same every time.
+        tree: let the ranks talk and be judged as very many do.
         options: further options of `ddpdebug run`.
     """
     chosen = [situation for situation in chosen if situation.skipped is None]
     forked = [situation for situation in chosen if situation.how == "forked"]
-    more: dict[str, Any] = {"twice": twice, "options": list(options)}
+    more: dict[str, Any] = {"twice": twice, "tree": tree, "options": list(options)}
     folder = Path(tempfile.mkdtemp(prefix="pairs"))
     try:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -469,6 +484,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run situations in pairs.")
     parser.add_argument("names", nargs="*", help="parts of file names")
     parser.add_argument("--twice", action="store_true", help="plain against plain")
+    parser.add_argument("--tree", action="store_true", help="the ranks talk over the tree, as very many do")
     parser.add_argument("--option", action="append", default=[], help="an option for ddpdebug run")
     parser.add_argument("--verbose", action="store_true", help="show the outputs")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write what was seen into the table of this page")
@@ -476,7 +492,9 @@ def main() -> None:
     names = args.names or [""]
     chosen = [s for s in situations() if any(name in s.path.stem for name in names)]
     failed = 0
-    pairs = run(chosen, twice=args.twice, options=args.option)
+    if args.tree and (args.twice or args.write):
+        parser.error("--tree is for attached ranks, and the page tells of few")
+    pairs = run(chosen, twice=args.twice, tree=args.tree, options=args.option)
     if args.write:
         write(args.write, table(chosen, pairs))
     for name, pair in sorted(pairs.items()):

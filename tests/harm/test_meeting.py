@@ -51,6 +51,7 @@ def tick_or_not(self):
     return tick(self)
 Exchange._tick = tick_or_not
 """
+_GIVES_UP_TREE = _GIVES_UP.replace("ticks import Exchange", "tree_ticks import TreeExchange as Exchange")
 _NONSENSE = """
 import random
 from ddpdebug.probes import record
@@ -120,6 +121,8 @@ CASES: dict[str, tuple[list[str], Any, dict[str, str], str, bool]] = {
     "a rank comes late": (_FAULT, [], {"1": _LATE}, "", True),
     "a rank gives up": (_FAULT, [], {"1": _GIVES_UP}, "rank 1 has given up: RuntimeError: boom", True),
     "nonsense for rows": (_FAULT, [], {"1": _NONSENSE}, "a row of rank 1 ", True),
+    "a rank gives up, over a tree": (_FAULT, [], {"1": _GIVES_UP_TREE}, "rank 1 has given up: RuntimeError: boom", True),
+    "nonsense for rows, over a tree": (_FAULT, [], {"1": _NONSENSE}, "row of rank 1 ", True),
     "what JSON cannot say": (_FAULT, [], {"1": _CIRCLE}, "message:fact of rank 1 ", True),
     "a store without a clone": (
         _FAULT,
@@ -144,7 +147,7 @@ def done(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]], tmp_path_
     for name in names:
         args, options, inject, _, compared = CASES[name]
         job = {"script": "steady.py", "args": args, "options": options, "inject": inject, "cwd": str(folders[name])}
-        jobs.append({**job, "patient": compared})
+        jobs.append({**job, "patient": compared, "tree": name.endswith("over a tree")})
     results = run_jobs(jobs)
     plains = {id(args): result for args, result in zip(plain, results, strict=False)}
     watched = dict(zip(names, results[len(plain) :], strict=True))

@@ -14,20 +14,43 @@ import pairs  # noqa: E402
 
 _PAGE = _HERE.parent.parent / "docs" / "harm.md"
 _ALL = {situation.path.stem: situation for situation in pairs.situations()}
+#: Those in which the ranks' talk begins, ends or breaks in ways of its own, or has much to say.
+_OVER_A_TREE = (
+    "exit_ddp_exception_ranks",
+    "exit_elastic_restart",
+    "exit_kill_rank",
+    "exit_second_group",
+    "exit_store_dies",
+    "exit_uneven",
+    "module_hooks_nan",
+    "process_groups",
+    "python_random_of_ranks",
+    "signal_int_waiting",
+    "signal_stop_continue",
+    "thread_parallel_ddp",
+)
 
 
 def _cases() -> list[object]:
     return [pytest.param(name, marks=[pytest.mark.slow] if s.slow else []) for name, s in _ALL.items()]
 
 
+def _chosen(request: pytest.FixtureRequest, test: str) -> list[pairs.Situation]:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    here = [item for item in items if item.path == request.path and item.originalname == test]
+    return [_ALL[name] for name in sorted({item.callspec.params["name"] for item in here})]
+
+
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest) -> dict[str, pairs.Pair]:
     """Run what is selected, plain and attached."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    names = {
-        item.callspec.params["name"] for item in items if item.path == request.path and item.originalname == "test_same"
-    }
-    return pairs.run(_ALL[name] for name in sorted(names))
+    return pairs.run(_chosen(request, "test_same"))
+
+
+@pytest.fixture(scope="module")
+def seen_over_a_tree(request: pytest.FixtureRequest) -> dict[str, pairs.Pair]:
+    """The same where the ranks talk and are judged as very many do."""
+    return pairs.run(_chosen(request, "test_same_over_a_tree"), tree=True)
 
 
 @pytest.mark.jobs
@@ -37,6 +60,17 @@ def test_same(name: str, seen: dict[str, pairs.Pair]) -> None:
     if _ALL[name].skipped:
         pytest.skip(_ALL[name].skipped)
     pair = seen[name]
+    assert all(result["status"] is not None for result in pair.plain), pair.plain
+    texts = [result["err"][-4000:] for result in pair.attached]
+    assert pair.differences == [], "\n".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", _OVER_A_TREE)
+def test_same_over_a_tree(name: str, seen_over_a_tree: dict[str, pairs.Pair]) -> None:
+    """Few ranks whose exchange is that of very many end, print and leave the same as well."""
+    pair = seen_over_a_tree[name]
     assert all(result["status"] is not None for result in pair.plain), pair.plain
     texts = [result["err"][-4000:] for result in pair.attached]
     assert pair.differences == [], "\n".join(texts)
@@ -75,6 +109,7 @@ def _measured(value: int) -> pairs.Pair:
         (_attached(left=True), "a process outlived it"),
         (replace(_PAIR, files=(["a.pt 10"], ["a.pt 11"])), "files: ['a.pt 10'] became ['a.pt 11']"),
         (replace(_PAIR, steps=0), "no step was watched"),
+        (replace(_PAIR, tree=True, situation=replace(_SITUATION, options={"ranks": "2"})), "the ranks did not talk"),
         (_measured(96), "peak MiB 90 became 96, allowed are 5 more"),
     ],
 )

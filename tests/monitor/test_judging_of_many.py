@@ -34,20 +34,26 @@ class _Rank:
         self.judged: list[Step] = []
         self.said: list[str] = []
         self.told: list[str] = []
+        self.shown: list[Step] = []
+        self.again = 0  # times that it has told what it had announced
         self.now = self.used = 0.0
         self.seconds = seconds  # that it takes to judge a step
         calls = Calls(
             say=lambda kind, **_: self.said.append(kind),
             learn=lambda _: None,
             judge=self._judge,
-            show=lambda _: None,
+            show=self.shown.append,
             report=lambda _: None,
             adopt=lambda _: None,
             curious=lambda _: (),
             answer=lambda _: None,
+            tell_again=self._tell_again,
             tell=lambda part, message: self.told.append(f"{part}: {message}"),
         )
         self.many = ManyRanks(rank, _WORLD, calls, lambda: self.now, lambda: self.used)
+
+    def _tell_again(self) -> None:
+        self.again += 1
 
     def _judge(self, step: Step) -> None:
         self.judged.append(step)
@@ -117,6 +123,7 @@ def test_judging_is_bounded_by_the_budget_and_says_so() -> None:
     assert rank.used <= 1.0 + 1.0 + 0.01 * 5 + 0.05 * (2 + asked)  # at once, owed, the share, and the ones begun
     assert {step.step for step in rank.judged if step.any(Flag.CHECKED)} == set(range(100, 600, 100))
     assert rank.many.left_out == 500 - len(rank.judged)
+    assert sorted(step.step for step in (*rank.judged, *rank.shown)) == list(range(100, 600))  # none is missing
     (said,) = rank.told
     assert said.startswith("judging: the steps of 80 ranks come faster than the budget lets")
     rank.now += 49.0  # no rows of all ranks are due
@@ -155,6 +162,9 @@ def test_who_follows_judges_when_the_ranks_before_it_have_left() -> None:
         rank.tick(_part(101, range(1, _WORLD)), members=tuple(range(1, _WORLD)))
     assert [step.step for step in second.judged] == [101]
     assert third.judged == []
+    assert (second.again, third.again) == (1, 1)
+    second.tick(_part(102, range(1, _WORLD - 1)), members=tuple(range(1, _WORLD - 1)))
+    assert second.again == 1  # who judges has heard it
 
 
 def test_steps_that_could_not_come_any_more_are_nobodys() -> None:

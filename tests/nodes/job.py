@@ -75,21 +75,6 @@ class ThroughTheStore(dist.ProcessGroup):
         return self._done(None)
 
 
-def _talk_over_a_tree() -> None:
-    """Let an attached ddpdebug take these few ranks for very many."""
-    if "ddpdebug" in sys.modules:
-        from ddpdebug.exchange import tree
-        from ddpdebug.monitor import monitor
-        from ddpdebug.schema import step
-
-        def exchange(*args: Any) -> Any:
-            print("over a tree", flush=True)
-            return made(*args)
-
-        monitor.FLAT = step.FLAT = tree.SIZE = 2
-        made, monitor.TreeExchange = monitor.TreeExchange, exchange
-
-
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
@@ -100,8 +85,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.02)
     args = parser.parse_args()
-    if args.tree:
-        _talk_over_a_tree()
+    if args.tree and "ddpdebug" in sys.modules:
+        sys.path.append(str(Path(__file__).parent.parent / "support"))
+        from many_ranks import become_many
+
+        become_many()
     dist.Backend.register_backend(
         "store", lambda store, rank, world, _: ThroughTheStore(store, rank, world), devices=["cpu"]
     )

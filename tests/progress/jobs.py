@@ -1,6 +1,6 @@
 """Runs the scripts of `scripts/` with real ranks, many jobs side by side, and says which hangs were found, and when.
 
-    python tests/progress/jobs.py [--world N] [--rank R] [--jobs N] [--whole] [KIND ...]
+    python tests/progress/jobs.py [--world N] [--rank R] [--jobs N] [--whole] [--tree] [KIND ...]
     python tests/progress/jobs.py -    # takes a list of jobs as JSON, and prints a line for each as it is done
 
 prints a line for each kind of stop: what was found, and the seconds from the moment at which the rank stopped to the
@@ -52,6 +52,7 @@ class Job:
         limit: seconds after which it is ended.
         options: of `ddpdebug run`.
         hosts: of each rank, "0,0,1", where they take each other for ranks of several.
+        tree: the ranks talk and are judged as very many do.
         environ: further environment variables, (name, value).
         folder: of the job, which is kept then; its run directory is `out` in it.
     """
@@ -67,6 +68,7 @@ class Job:
     script: str = STOPS.name
     options: tuple[str, ...] = ()
     hosts: str = ""
+    tree: bool = False
     environ: tuple[tuple[str, str], ...] = ()
     folder: str = ""
 
@@ -117,6 +119,7 @@ def _run(job: Job, scratch: Path) -> Result:
         "cwd": str(scratch),
         "timeout": job.limit,
         "stays": job.stays,
+        "tree": job.tree,
         "env": {"OMP_NUM_THREADS": "1", **dict(job.environ)},
         "options": ["--metrics", "off", "--out", str(out), *job.options],
     }
@@ -210,13 +213,14 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=STEP)
     parser.add_argument("--script", default=STOPS.name)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--tree", action="store_true")
     given = parser.parse_args()
     if given.kinds == ["-"]:
         jobs = [_job(**given) for given in json.load(sys.stdin)]
         for number, result in run_all(jobs, given.jobs):
             print(json.dumps([number, asdict(result)]), flush=True)
         return
-    common = {name: getattr(given, name) for name in ("rank", "world", "seconds", "step", "whole", "script")}
+    common = {name: getattr(given, name) for name in ("rank", "world", "seconds", "step", "whole", "script", "tree")}
     jobs = [Job(kind=kind, **common) for kind in given.kinds]
     for number, result in run_all(jobs, given.jobs):
         print(f"{jobs[number].kind:16} {result.latency:6.1f} s  {words(result)}  {result.statuses}", flush=True)

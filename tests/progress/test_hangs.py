@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ class Fault:
         phase: that is named; None where any will do.
         says: what the evidence has to say, a regular expression.
         quick: runs with `make test`.
+        tree: the ranks talk and are judged as very many do.
     """
 
     kind: str
@@ -38,13 +39,14 @@ class Fault:
     phase: str | None = "script"
     says: str = ""
     quick: bool = False
+    tree: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.rank}-of-{self.world}"
+        return f"{self.kind}-{self.rank}-of-{self.world}{'-tree' * self.tree}"
 
     def job(self) -> Job:
-        return Job(kind=self.kind, rank=self.rank, world=self.world)
+        return Job(kind=self.kind, rank=self.rank, world=self.world, tree=self.tree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,10 @@ def _left(kind: str, says: str, **more: Any) -> Fault:
 _KILLED = "killed by SIG|no process any more"
 #: How torch tells of a worker that was killed, by who sees it first: the signal's handler, the loader, the queue.
 _WORKER = r"worker \(pid.* (is killed by signal|exited unexpectedly)|ConnectionResetError"
+_ALSO_OF_MANY = frozenset(
+    "lock join stdin worker_stopped sigstop regex operation objects barrier not_called crossed new_group sigkill return "
+    "raise".split()
+)
 FAULTS = (
     _stuck("lock", "waits for a lock", quick=True),
     _stuck("lock", "waits for a lock", rank=0, world=4),
@@ -157,6 +163,8 @@ FAULTS = (
     _left("raise", "KeyError: 'no such sample'", rank=0, world=4, mark="stops"),
     _left("worker_killed", _WORKER, rank=3, world=4),
 )
+#: What stops one of four ranks in one of these ways is found over the tree as well.
+OVER_A_TREE = tuple(replace(case, tree=True) for case in FAULTS if case.world == 4 and case.kind in _ALSO_OF_MANY)
 TRAPS = (
     Trap(kind="imports", rank=0, seconds=60),
     Trap(kind="evaluation", rank=0, seconds=40),
@@ -211,7 +219,7 @@ def test_a_stop_is_found(case: Fault, result: Result) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [FAULTS], ids=["all"])
+@pytest.mark.parametrize("cases", [FAULTS, OVER_A_TREE], ids=["all", "over_a_tree"])
 def test_stops_are_found(cases: tuple[Fault, ...], results: dict[Job, Result]) -> None:
     wrong = {case.name: told for case in cases if (told := _wrong(case, results[case.job()]))}
     print("\n".join(f"{name}: {told}" for name, told in wrong.items()))

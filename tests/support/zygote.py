@@ -13,6 +13,7 @@ A job is {"script", "args", "ranks", "cwd", "timeout"}; a script without a folde
 - "meets": a rank that destroys its process group waits until the ranks have met
 - "stays": ranks that do not end by themselves; the job is over once all others have
 - "events": [[what to wait for: a text in the rank's output, or seconds; rank; signal], ...] in this order
+- "tree": the watched ranks talk and are judged as very many do (decision 33)
 - "teardown": let the interpreter tear itself down at the end, where gloo may abort; by default that is skipped
 Its result is one {"status", "out", "err", "seconds", "left"} per rank; `left` tells of processes that outlived it.
 Nothing of a job is left behind.
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import free_port
+from many_ranks import become_many
 
 _SCRIPTS = Path(__file__).resolve().parent.parent / "harm" / "scripts"
 #: Descriptors of this process that its ranks must not have.
@@ -67,6 +69,8 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
         from ddpdebug.exchange.ticks import Exchange
 
         _meet_before_the_group_ends(Exchange)
+    if job.get("tree"):
+        become_many()
     exec(job.get("inject", {}).get(str(rank), ""), {})
     sys.argv[:] = ["ddpdebug", "run", *options, *words]
     sys.exit(main(sys.argv[1:]))

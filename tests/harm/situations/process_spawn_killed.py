@@ -21,6 +21,7 @@ def rank_main(rank, store):
     model = DistributedDataParallel(nn.Linear(16, 4))
     train(model, torch.optim.SGD(model.parameters(), 0.1))
     if rank == 1:
+        time.sleep(3)  # the ranks meet meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(200)
 
