@@ -50,7 +50,7 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
     if verdict.story:
         lines += [f"- {_markdown(words)}" for words in verdict.story] + [""]
     elif verdict.blamed:
-        lines += [f"- rank {rank}: {_markdown(verdict.ranks[rank])}" for rank in verdict.blamed] + [""]
+        lines += [f"- {who}: {_markdown(words)}" for who, words in verdict.ends(verdict.blamed).items()] + [""]
     lines += [f"- not checked: {_markdown(words)}" for words in verdict.unchecked] + ([""] if verdict.unchecked else [])
     lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
     if verdict.proofs:
@@ -122,7 +122,7 @@ def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> st
 def _blamed(verdict: Verdict) -> str:
     if verdict.story:
         return "; ".join(verdict.story)
-    return "; ".join(f"rank {rank}: {clean(verdict.ranks[rank], 400)}" for rank in verdict.blamed)
+    return "; ".join(f"{who}: {clean(words, 400)}" for who, words in verdict.ends(verdict.blamed).items())
 
 
 def _fingerprint(finding: Finding) -> str:

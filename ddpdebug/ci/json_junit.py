@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -18,7 +18,8 @@ from ddpdebug.ci.selftest import Proof
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.schema.finding import Finding
-from ddpdebug.sinks.text import clean, parts
+from ddpdebug.schema.step import FLAT
+from ddpdebug.sinks.text import clean, parts, ranks_text
 
 #: The time of a document that nobody dated.
 EPOCH = "1970-01-01T00:00:00"
@@ -113,7 +114,7 @@ def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, nam
     if failing:
         first = failing[0]
         add_property(properties, "step", "" if first.step is None else str(first.step))
-        add_property(properties, "rank", ",".join(map(str, first.ranks)))
+        add_property(properties, "rank", _ranks(first.ranks))
         add_property(properties, "parameter", ",".join(first.subject))
         message = xml_text(f"{first.code} {clean(first.title)}")
         failure = ET.SubElement(case, "failure", type=xml_text(first.code), message=message)
@@ -142,11 +143,18 @@ def _script_case(case: ET.Element, properties: ET.Element, verdict: Verdict, run
     if run is not None:
         add_property(properties, "run", run)
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
-        who = ", ".join(map(str, verdict.blamed))
-        add_property(properties, "rank", who.replace(" ", ""))
+        who = _ranks(verdict.blamed)
+        add_property(properties, "rank", who)
+        who = who.replace(",", ", ")
         message = f"{verdict.word.value}: ranks {who}" + (f": {'; '.join(verdict.story)}" if verdict.story else "")
         error = ET.SubElement(case, "error", type=verdict.word.value, message=xml_text(message))
-        error.text = xml_text("\n".join(f"rank {rank}: {clean(words)}" for rank, words in verdict.ranks.items()))
+        ends = verdict.ends(verdict.ranks).items()
+        error.text = xml_text("\n".join(f"{who}: {clean(words)}" for who, words in ends))
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """Return ranks one by one, very many as people read them."""
+    return ",".join(map(str, ranks)) if len(ranks) <= FLAT else ranks_text(ranks).partition(" ")[2]
 
 
 def family(finding: Finding) -> str:

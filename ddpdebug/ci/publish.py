@@ -243,8 +243,8 @@ def _print(verdict: Verdict, run: str | None, config: Config) -> None:  # noqa: 
         console.print(Text(f"  not checked: {clean(words)}"))
     for words in verdict.story:
         console.print(Text(f"  {words}"))
-    for rank in verdict.blamed if not verdict.story else ():
-        console.print(Text(f"  rank {rank}: {clean(essence(verdict.ranks[rank]))}"))
+    for who, words in verdict.ends(verdict.blamed if not verdict.story else ()).items():
+        console.print(Text(f"  {who}: {clean(essence(words))}"))
     for proof in verdict.proofs:
         console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
     if verdict.proofs and all(proof.verified for proof in verdict.proofs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -108,12 +108,25 @@ class Verdict:
             calls.setdefault(call, []).append(rank)
         lines = [f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {clean(call)}" for call, ranks in calls.items()]
         told = [rank for rank in self.blamed if self.word is Word.FAILED]
-        lines[:0] = [f"rank {rank}: {clean(essence(self.ranks[rank]))}" for rank in told]
+        lines[:0] = [f"{who}: {clean(essence(words))}" for who, words in self.ends(told).items()]
         named = [rank for rank in known.missing if rank not in known.waiting and rank not in told]
-        lines += [f"rank {rank} is missing: {clean(known.missing[rank])}" for rank in named]
+        absent = dict[str, list[int]]()
+        for rank in named:
+            absent.setdefault(known.missing[rank], []).append(rank)
+        lines += [
+            f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} missing: {clean(words)}"
+            for words, ranks in absent.items()
+        ]
         if (difference := self.hang.evidence.get("difference")) not in {None, "unknown"}:
             lines.append(f"they differ in: {clean(difference, 60)}")
         return tuple(lines[:_MAX_STORY])
+
+    def ends(self, ranks: Iterable[int]) -> dict[str, str]:
+        """Return how these ranks ended, those together that ended in the same words: `ranks 0-3` -> the words."""
+        alike: dict[str, list[int]] = {}
+        for rank in ranks:
+            alike.setdefault(self.ranks[rank], []).append(rank)
+        return {ranks_text(members): words for words, members in alike.items()}
 
     @property
     def exit_code(self) -> int:

@@ -99,8 +99,8 @@ def _conclude(verdict: Verdict, options: Mapping[str, Any]) -> int:
         for label, lines in parts(finding, world):
             for line in lines:
                 print(f"    {label:9}{line}", file=sys.stderr)
-    for rank in verdict.blamed:
-        print(f"  rank {rank}: {clean(essence(verdict.ranks[rank]))}", file=sys.stderr)
+    for who, words in verdict.ends(verdict.blamed).items():
+        print(f"  {who}: {clean(essence(words))}", file=sys.stderr)
     return verdict.exit_code
 
 

@@ -9,10 +9,10 @@ process that it means can find the answer. The answer carries a token of rank 0,
 What the ranks are (versions, layouts, settings that they must share) travels in the queue and is compared by rank 0
 before a single byte goes over gloo, which aborts the process when two ends disagree about a length.
 
-Cost for the store: about eight operations per rank in all, and while a rank waits one or two each poll; polls slow down
-to one in `_LONGEST_SECONDS`, or to a thousand a second for the whole world where that is longer. Rank 0 reads and
-answers the others many at a time. Names of keys and of
-the fields of an arrival stay as they are: a later version must be able to read what this one says of itself.
+Cost for the store: about eight operations per rank in all, and while a rank waits one each poll; polls slow down to one
+in `_LONGEST_SECONDS`, or to a thousand a second for the whole world where that is longer. Rank 0 reads and answers the
+others many at a time. Names of keys and of the fields of an arrival stay as they are: a later version must be able to
+read what this one says of itself.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from ddpdebug.sinks.text import ranks_text
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
 _POLLS_PER_SECOND = 1024  # of all ranks together
+#: A rank that has its answer looks at it again in each so many polls.
+_LOOK_AGAIN = 8
+#: Begins what is said of a token that counts no more.
+_VOID = "void"
 _AT_ONCE = 256  # keys of other ranks that rank 0 reads, or sets, in one operation
 #: Whoever is not answered queues up again: a process that stood still between two operations may have been overlooked.
 _AGAIN_SECONDS, _AGAIN_POLLS = 30.0, 10
@@ -121,7 +125,7 @@ class RollCall:
     def _polls(self, *, raises: bool = True) -> Iterator[str | None]:
         """Yield for each look; after each one comes a pause. Yields the reason to give up where it is not raised."""
         # thousands of ranks come to this at once
-        pause = _FIRST_SECONDS if self._longest == _LONGEST_SECONDS else self._longest / 16
+        pause = _FIRST_SECONDS if self._longest == _LONGEST_SECONDS else self._longest / 4
         reason = None
         while True:
             yield reason
@@ -136,12 +140,17 @@ class RollCall:
     def _answer_call(self) -> str:
         key, token, started = f"{self._base}/answer/{self._nonce}", "", time.monotonic()
         queued, looked = started, False
-        for reason in self._polls(raises=False):
+        for poll, reason in enumerate(self._polls(raises=False)):
             now = time.monotonic()
             if reason is not None:
                 if self._withdraw(token):
                     raise ConnectionError(reason)
                 return token  # too late: the others have gone on with us
+            said = self._decision(token) if token else ""
+            if said and not said.startswith(_VOID):
+                return token
+            if token and not said and poll % _LOOK_AGAIN:
+                continue  # rank 0 says where it begins again, and now and then it is another process
             if token or self._store.check([key]):
                 answer = json.loads(self._store.get(key))
                 if "refused" in answer:
@@ -149,8 +158,6 @@ class RollCall:
                 if answer["token"] != token:
                     token, self.settings = str(answer["token"]), dict(answer["settings"])
                     self._store.add(f"{self._base}/{token}/here", 1)
-                if self._is_decided(token):
-                    return token
                 continue
             self._waiting.missing = (0,)
             if not looked and now - started > _OLD_SECONDS:
@@ -168,21 +175,22 @@ class RollCall:
             name = "versions of ddpdebug"
             self._refuse(_different(name, [("0.1.0", old), (_text(self._identity.get(name)), [self.rank])]))
 
-    def _is_decided(self, token: str) -> bool:
+    def _decision(self, token: str) -> str:
+        """Return what is said to all who know a token: that they go on, or that it is void; empty where nothing is."""
         key = f"{self._base}/{token}/all"
-        return bool(self._store.check([key])) and not self._store.get(key).startswith(b"void")
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _withdraw(self, token: str) -> bool:
         """Call the meeting off, unless rank 0 has closed it a moment ago: then it counts on us."""
         if not token:
             return True
         if int(self._store.add(f"{self._base}/{token}/decision", 1)) == 1:
-            self._store.set(f"{self._base}/{token}/all", f"void {self.rank}")
+            self._store.set(f"{self._base}/{token}/all", f"{_VOID} {self.rank}")
             return True
         deadline = time.monotonic() + _AGAIN_SECONDS
-        while not self._store.check([f"{self._base}/{token}/all"]) and time.monotonic() < deadline:
+        while not (said := self._decision(token)) and time.monotonic() < deadline:
             time.sleep(_FIRST_SECONDS)  # whoever was first is about to say what it has decided
-        return not self._is_decided(token)
+        return not said or said.startswith(_VOID)
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -191,8 +199,10 @@ class RollCall:
             self._tickets_read = int(self._store.get(f"{self._base}/done"))
         token, started, looked = "", time.monotonic(), False
         for _ in self._polls():
-            if self._read():
-                token = ""  # somebody has come, or come back as another process
+            if self._read():  # somebody has come, or come back as another process
+                if token:
+                    self._store.set(f"{self._base}/{token}/all", f"{_VOID} {self.rank}")
+                token = ""
             missing = [rank for rank in range(self.world) if rank not in self._arrivals]
             self._waiting.missing = tuple(missing)
             if missing:
@@ -202,8 +212,8 @@ class RollCall:
                 continue
             if not token:
                 token = self._invite()
-            if self._store.check([f"{self._base}/{token}/all"]):  # somebody has withdrawn
-                self._arrivals.pop(int(self._store.get(f"{self._base}/{token}/all").split()[1]), None)
+            if said := self._decision(token):  # somebody has withdrawn
+                self._arrivals.pop(int(said.split()[1]), None)
                 token = ""
             elif int(self._store.add(f"{self._base}/{token}/here", 0)) == self.world - 1 and (
                 int(self._store.add(f"{self._base}/{token}/decision", 1)) == 1

@@ -895,7 +895,8 @@ class Monitor:
         run = self._back.run
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         meant = run("diagnosis", self._diagnosis.local_steps.marked, step) or step
-        self._write(StepJudged(step=meant, interval=interval, overhead_ratio=self.schedule.ratio))
+        lately, in_all = self.schedule.ratio, self.schedule.ratio_of_run
+        self._write(StepJudged(step=meant, interval=interval, overhead_ratio=lately, overhead_of_run=in_all))
 
     def _judge_last(self, step: Step) -> None:
         """Compare what the last step has left; it is no step of its own."""

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
-#: Steps shorter than this are all checked until `START_STEPS`: most mistakes show early, short steps are those of tests
-#: and experiments, and one percent of a very short step buys nothing.
+#: Steps shorter than this are all checked at first, until `START_STEPS` or until the checks have taken `START_SECONDS`
+#: of the run: most mistakes show early, short steps are those of tests and experiments, and one percent of a very short
+#: step buys nothing. A long job must not pay for that by the step.
 SHORT_SECONDS = 0.1
-START_STEPS = 1000
-#: The longest interval, early and later: however dear a check is, some are made.
+START_STEPS, START_SECONDS = 1000, 1.0
+#: The longest interval, of long steps early on, and else: however dear a check is, some are made.
 _MAX_INTERVAL_EARLY, _MAX_INTERVAL = 16, 64
 _FIRST_DECISION, _DECIDE_EVERY = 2, 32
 #: A new interval takes effect this much later, so that no rank has passed the step yet when it learns of it: rows wait
@@ -47,17 +48,26 @@ class Schedule:
 
     def __init__(self, *, budget: float, every_step: bool) -> None:
         self.budget, self.every_step = budget, every_step
-        self.ratio = float("nan")  # smoothed time in ddpdebug / time of the step without it, worst rank
+        self.ratio = float("nan")  # time in ddpdebug on the worst rank / time without it, over the newest steps
         self._plan: tuple[tuple[int, int], ...] = ((0, 1),)  # (from step, interval), ascending
         self._light: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._full: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
+        self._costs: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
+        self._spent = 0.0  # in full checks, so far
+        self._whole = [0.0, 0.0]  # time in ddpdebug and without it, of all steps
         self._extra: tuple[int, ...] = ()  # newest steps whose check was brought forward; replaced as a whole
         self._signs: dict[int, Signs] = {}  # by optimizer
 
     def follow(self, *, budget: float, every_step: bool) -> None:
         """Take over the settings of rank 0: the ranks must check the same steps."""
         self.budget, self.every_step = budget, every_step
+
+    @property
+    def ratio_of_run(self) -> float:
+        """What `ratio` is over all steps so far, the first one included."""
+        cost, base = self._whole
+        return cost / base if base else float("nan")
 
     def interval(self, step: int) -> int:
         """Return the interval in force at a step."""
@@ -96,18 +106,22 @@ class Schedule:
         """
         if self._signs.setdefault(step.optimizer, Signs()).see(step):
             self.bring_forward(step.step if progress is None else progress)
-        if step.step < _WARM_UP or not step.rows:
-            return
         rows = [row for row in step.rows.values() if math.isfinite(row.step_seconds)]
         if not rows:
             return
         cost = max(row.overhead_seconds for row in rows)
         base = statistics.median(max(row.step_seconds - row.overhead_seconds, 0.1 * row.step_seconds) for row in rows)
         base = max(base, 1e-6)
-        (self._full if step.any(Flag.CHECKED) else self._light).append(cost)
+        self._whole[0] += cost
+        self._whole[1] += base
+        if step.step < _WARM_UP:
+            return
+        checked = step.any(Flag.CHECKED)
+        (self._full if checked else self._light).append(cost)
         self._base.append(base)
-        ratio = cost / base
-        self.ratio = ratio if math.isnan(self.ratio) else 0.95 * self.ratio + 0.05 * ratio
+        self._costs.append(cost)
+        self._spent += cost if checked else 0.0
+        self.ratio = sum(self._costs) / sum(self._base)
         decides = step.step == _FIRST_DECISION or step.step % _DECIDE_EVERY == 0
         if step.optimizer == 0 and decides and not self.every_step:
             self._decide(step.step)
@@ -118,8 +132,10 @@ class Schedule:
         lead = max(_MIN_LEAD_STEPS, min(_MAX_LEAD_STEPS, math.ceil(_LEAD_SECONDS / base)))
         start = step + (_LEAD_STEPS_SHORT if short else lead)
         early = start < START_STEPS
-        interval = 1 if early and short else self._affordable(_SEEN * self.budget * base)
-        interval = min(interval, _MAX_INTERVAL_EARLY if early else _MAX_INTERVAL)
+        soon = self._spent + (start + _DECIDE_EVERY - step) * statistics.median_low(self._full or (0.0,))
+        every = early and short and soon <= START_SECONDS
+        interval = 1 if every else self._affordable(_SEEN * self.budget * base)
+        interval = min(interval, _MAX_INTERVAL_EARLY if early and not short else _MAX_INTERVAL)
         if interval != self._plan[-1][1]:
             self._plan = (*self._plan[-7:], (start, interval))
 

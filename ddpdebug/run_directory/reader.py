@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -71,6 +71,8 @@ PREVIOUS = "previous-*"
 STACKS = "stacks.txt"
 
 CAP_BYTES = 64 << 20
+#: Begins the text of ranks that are the bits of a number.
+_BITS = "0x"
 _MAX_DOCUMENT = 16 << 20
 _MAX_FINDINGS = 1 << 30
 #: Files that ranks have written in the place of rank 0, and bytes of them altogether.
@@ -352,9 +354,9 @@ def chosen_of(step: Step) -> dict[str, Any]:
     """Return the record of what a step's rows stand for, where they are chosen ones or might be taken for these."""
     if not step.chosen:
         return {"chosen": False}
-    kinds = {str(lowest): spans_of(ranks) for lowest, ranks in step.kinds.items()}
+    kinds = {str(lowest): _set_text(ranks) for lowest, ranks in step.kinds.items()}
     told = None if step.told is None else asdict(step.told)
-    return {"chosen": True, "kinds": kinds, "others": spans_of(step.others), "told": told}
+    return {"chosen": True, "kinds": kinds, "others": _set_text(step.others), "told": told}
 
 
 def with_chosen(step: Step, about: Mapping[str, Any]) -> Step:
@@ -373,8 +375,22 @@ def with_chosen(step: Step, about: Mapping[str, Any]) -> Step:
     return replace(step, chosen=True, kinds=kinds, others=others, told=summary)
 
 
-def _ranks_of(spans: str, world: int) -> frozenset[int]:
-    return frozenset(rank for rank in ranks_in(spans) if rank < world)
+def _set_text(ranks: Collection[int]) -> str:
+    """Return ranks as spans, or as the bits of a number where that is shorter: of scattered ones it is bounded."""
+    spans, highest = spans_of(ranks), max(ranks, default=0)
+    if len(spans) <= len(_BITS) + highest // 4:
+        return spans
+    bits = bytearray(highest // 8 + 1)
+    for rank in ranks:
+        bits[rank // 8] |= 1 << rank % 8
+    return f"{_BITS}{int.from_bytes(bits, 'little'):x}"
+
+
+def _ranks_of(text: str, world: int) -> frozenset[int]:
+    if text.startswith(_BITS):
+        bits = int(text, 16)
+        return frozenset(rank for rank in range(min(world, bits.bit_length())) if bits >> rank & 1)
+    return frozenset(rank for rank in ranks_in(text) if rank < world)
 
 
 def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:

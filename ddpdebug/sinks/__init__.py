@@ -41,7 +41,8 @@ class StepJudged:
 
     step: Step
     interval: int = 1  # the sampled tier runs every so many steps
-    overhead_ratio: float = float("nan")  # of this rank: time in ddpdebug's hooks / step time, smoothed
+    overhead_ratio: float = float("nan")  # time in ddpdebug / time of the steps without it, of the newest steps
+    overhead_of_run: float = float("nan")  # the same, of all steps so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,8 +254,10 @@ def _other_speaker(finding: Finding, own: int) -> int | None:
     return int(judge) if judge.isdecimal() and int(judge) != own else None
 
 
-#: Share of the run's time from which on the overhead is explained.
+#: The overhead from which on it is explained.
 _HIGH_OVERHEAD = 0.05
+#: Where it was higher than lately by this factor, as while every step is checked at first, both are said.
+_LESS = 1.2
 
 
 class Summary:
@@ -269,8 +271,8 @@ class Summary:
         self.local = False  # local SGD: compared where the replicas were averaged
         self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
         self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
-        self.overhead = math.nan
-        self.interval = 1
+        self.overhead = self.lately = math.nan
+        self.interval, self.sampled = 1, False
         self.last: dict[int, int] = {}  # optimizer -> newest step
         self.last_states: set[tuple[int, int]] = set()  # (optimizer, step) that was compared once more afterwards
         self.coverage: Coverage | None = None
@@ -297,8 +299,9 @@ class Summary:
             self.disagreed, self._apart, self.local = self.disagreed - self._apart, 0, True
         elif record.step.all(Flag.UNSYNCED_BACKWARD) or record.step.all(Flag.NO_DDP):
             self._apart += any(outvoted.values())
-        self.overhead = record.overhead_ratio
+        self.overhead, self.lately = record.overhead_of_run, record.overhead_ratio
         self.interval = record.interval
+        self.sampled |= record.interval > 1
 
     def count_last(self, payload: Mapping[str, Any]) -> None:
         """Count the comparison of the parameters that the last step has left, where all ranks gave theirs."""
@@ -327,10 +330,11 @@ class Summary:
         items = [counted(total, "step"), *self._agreement(world, total, said=bool(gaps))]
         items += unchecked
         if math.isfinite(self.overhead):
-            items.append(f"overhead {percent(self.overhead)}")
+            less = self.interval > 1 and self.lately < self.overhead / _LESS and self.overhead > _HIGH_OVERHEAD
+            items.append(f"overhead {percent(self.overhead)}" + (f", {percent(self.lately)} lately" if less else ""))
         if self.interval > 1:
             items.append(f"full check every {self.interval} steps")
-        elif self.overhead > _HIGH_OVERHEAD:
+        elif self.overhead > _HIGH_OVERHEAD and not self.sampled:
             items.append("every step was checked (short ones are at first)")
         return items
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
+from ddpdebug.schema.progress import ranks_in
 
 SEPARATOR = " · "
 _MAX_SUBJECTS = 3
@@ -22,6 +23,8 @@ _MAX_GROUPS = 4
 _MAX_ITEMS = 6
 _MAX_CAUSES = 2
 _MAX_HOSTS = 3
+#: Ranks in a row that are named; more of a few dozen ranks are rare, of thousands nobody would read them.
+_MAX_SPANS = 16
 
 _MAX_TENSORS = 4
 #: Evidence that is the text of an error: on a line of its own, as people search for it.
@@ -75,7 +78,7 @@ def percent(share: float) -> str:
 
 
 def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
-    """Return `rank 2`, `ranks 0-3,7` or `all 4 ranks`."""
+    """Return `rank 2`, `ranks 0-3,7`, `ranks 0,2,4 and 509 more` where they are scattered, or `all 4 ranks`."""
     known = sorted(set(ranks))
     if world is not None and len(known) == world > 1:
         return "both ranks" if world == 2 else f"all {world} ranks"
@@ -85,8 +88,9 @@ def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    spans = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'' if len(known) == 1 else 's'} {spans}"
+    spans = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_SPANS])
+    more = sum(last - first + 1 for first, last in runs[_MAX_SPANS:])
+    return f"rank{'' if len(known) == 1 else 's'} {spans}" + (f" and {more} more" if more else "")
 
 
 def culprits_text(finding: Finding, world: int | None = None, *, places: bool = True) -> str:
@@ -182,9 +186,11 @@ def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:
 
 
 def ranks_of(text: str) -> str:
-    """Return `rank 2` or `ranks 0-3,7` of the numbers alone."""
-    several = "," in text or "-" in text
-    return f"rank{'s' if several else ''} {clean(text, 60)}"
+    """Return what `ranks_text` does of the numbers alone, which may be those of a damaged file."""
+    try:
+        return ranks_text(ranks_in(text))
+    except ValueError:
+        return f"ranks {clean(text, 60)}"
 
 
 def _texts(table: object) -> dict[str, str]:

@@ -202,3 +202,14 @@ def test_markdown_shows_text_as_text(name: str) -> None:
     assert len(rows[1:]) == min(20, len(verdict.failing) + len(verdict.others))
     if verdict.failing and name != "evil":
         assert html.escape(verdict.failing[0].title) in shown
+
+
+def test_ranks_that_ended_alike_are_told_of_together() -> None:
+    """Of a thousand ranks nobody reads as many lines; who they are, and how many, is right."""
+    ends = {rank: Outcome(rank=rank, reason="exception: RuntimeError: no", exit_code=1) for rank in range(0, 1024, 2)}
+    finding = _finding(ranks=tuple(range(0, 1024, 2)))
+    verdict = judge([finding], ends, world=1024, statuses=dict.fromkeys(ends, 1))
+    assert len(verdict.blamed) == 512
+    for text in (to_junit(verdict, None), to_markdown(verdict, None), "\n".join(to_github(verdict))):
+        assert "26,28,30 and 496 more" in text
+        assert len(text) < 12_000

@@ -25,7 +25,7 @@ from ddpdebug.schema.announcements import Loader
 from ddpdebug.schema.details import Detail, HyperParameters, Parameters
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag, encode
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import SUMS, Step, Summary
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
 
@@ -213,6 +213,20 @@ def test_chosen_rows_are_judged_again_with_what_they_stand_for(tmp_path: Path) -
     assert len(steps[0].kinds) == 2
 
 
+def test_kinds_of_scattered_ranks_take_little_room(tmp_path: Path) -> None:
+    """Eight kinds of 8,192 ranks that lie without order are 18 KB of a step, not a hundred, and are read again."""
+    whole = step_at(3, world=8)
+    parts: dict[int, set[int]] = {rank: {rank} for rank in range(8)}
+    for rank in range(8, 8192):
+        parts[rank * rank // 7 % 8].add(rank)
+    kinds = {rank: frozenset(ranks) for rank, ranks in parts.items()}
+    told = Summary(some=0, common=0, sums=dict.fromkeys(SUMS, (0, 0.0)))
+    step = replace(whole, world=8192, chosen=True, kinds=kinds, told=told)
+    directory = saved(tmp_path, StepJudged(step=step), world=8192)
+    assert (directory / "observations.jsonl").stat().st_size < 18_000
+    assert [one.kinds for one in read_steps(directory)] == [kinds]
+
+
 def test_a_few_rows_of_a_large_job_may_be_all(tmp_path: Path) -> None:
     """Those of ranks that others have left alone; and where it is not known what rows stand for, few are chosen."""
     step = replace(step_at(5, world=4), world=80)
@@ -227,6 +241,7 @@ def test_a_few_rows_of_a_large_job_may_be_all(tmp_path: Path) -> None:
     [
         *({"kinds": kinds} for kinds in (None, {"x": ""}, {"99": "0-3"}, {"0": "0-y"}, {"0": [[0, 3]]}, {"0": 5})),
         {"others": ",".join(["0-1048575"] * 1000)},
+        {"others": "0xz"},
         {"told": {"some": math.inf, "common": 0, "sums": {}}},
     ],
 )

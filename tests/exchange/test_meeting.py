@@ -322,6 +322,34 @@ def test_waiting_costs_a_look_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPa
     assert all(looks[second] >= 3 for second in range(1, 20))
 
 
+def test_a_rank_that_has_its_answer_asks_for_one_key_and_hears_of_another_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks wait so for the slowest; a process that comes in rank 0's place does not know whom that has answered."""
+    now, store = [0.0], Counting(HashStore())
+
+    class Clock:
+        """Goes on while somebody sleeps, and only then."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            token = "a" if now[0] < 20 else "b"
+            key = f"ddpdebug/meeting/1/answer/{roll._nonce}"  # noqa: SLF001 - as rank 0 knows it
+            store._store.set(key, json.dumps({"token": token, "settings": {}}))  # noqa: SLF001 - uncounted
+            now[0] += seconds
+
+    monkeypatch.setattr(meeting, "time", Clock)
+    roll = RollCall(store, 1, 1, 8, _SAME, lambda: "it is over" if now[0] > 40 else None)
+    with pytest.raises(ConnectionError, match="over"):
+        roll.meet()
+    assert int(store.add("ddpdebug/meeting/1/b/here", 0)) == 1
+    assert store.calls.total() <= 1.3 * 4 * 40 + 20
+
+
 def test_thousands_that_wait_ask_seldom_and_rank_0_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once they would ask the store for seconds; and all wait for rank 0, which is one."""
     now = [0.0]

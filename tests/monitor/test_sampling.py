@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdebug.monitor.sampling import START_STEPS, Schedule
+from ddpdebug.monitor.sampling import START_SECONDS, START_STEPS, Schedule
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
@@ -39,10 +39,31 @@ def test_a_cheap_check_is_made_in_every_step() -> None:
 def test_short_steps_are_all_checked_at_first() -> None:
     """Most mistakes show early; afterwards the budget holds."""
     schedule = Schedule(budget=0.01, every_step=False)
-    run(schedule, START_STEPS - 200, seconds=0.005, full=0.002)
+    run(schedule, START_STEPS - 200, seconds=0.005, full=0.0008)
     assert schedule.interval(START_STEPS - 200) == 1
-    run(schedule, 400, seconds=0.005, full=0.002, first=START_STEPS - 200)
+    run(schedule, 400, seconds=0.005, full=0.0008, first=START_STEPS - 200)
     assert schedule.interval(10**9) > 16
+
+
+def test_what_the_first_steps_may_take_is_bounded() -> None:
+    """A job of many short steps pays a second for them, and no more than 66 steps where a check is dear."""
+    for seconds, full, start in ((0.035, 0.012, 66), (0.08, 0.03, 66), (0.005, 0.002, 480)):
+        schedule = Schedule(budget=0.01, every_step=False)
+        run(schedule, 800, seconds=seconds, full=full)
+        checked = [n for n in range(800) if schedule.interval(n) == 1]
+        assert checked == list(range(start))
+        assert full * start <= max(START_SECONDS, 66 * full)
+        assert schedule.interval(start) == 64
+
+
+def test_the_overhead_is_that_of_the_time_not_the_mean_of_the_steps() -> None:
+    """One step that was preempted in a hook says nothing about the others; the first step counts for the run alone."""
+    schedule = Schedule(budget=0.01, every_step=False)
+    schedule.learn(step(0, seconds=0.2, full=0.1, light=0.0, checked=True))
+    run(schedule, 9, seconds=0.01, full=0.001, first=1)
+    schedule.learn(step(10, seconds=0.1, full=0.09, light=0.0, checked=True))
+    assert schedule.ratio == pytest.approx(0.099 / 0.091)
+    assert schedule.ratio_of_run == pytest.approx(0.199 / 0.191)
 
 
 def test_every_step_means_every_step() -> None:

@@ -78,7 +78,7 @@ def judged(step: int, *digests: int, optimizer: int = 0, flags: Flag = Flag.CHEC
         for rank, digest in enumerate(digests)
     }
     made = Step(step=step, optimizer=optimizer, world=len(rows), rows=rows)
-    return StepJudged(step=made, interval=5, overhead_ratio=0.0083)
+    return StepJudged(step=made, interval=5, overhead_ratio=0.0083, overhead_of_run=0.0083)
 
 
 def test_a_log_gets_plain_lines() -> None:
@@ -380,18 +380,27 @@ def test_there_are_terminals_without_a_status(tty: bool, term: str, on: bool, mo
 
 def test_a_large_overhead_is_written_out() -> None:
     """Very short steps of a test cost several times themselves."""
-    assert "overhead 430 %" in summary(replace(judged(0, 5, 5), overhead_ratio=4.3))
+    assert "overhead 430 %" in summary(replace(judged(0, 5, 5), overhead_ratio=4.3, overhead_of_run=4.3))
 
 
 def test_the_overhead_of_short_steps_is_explained() -> None:
     """Who tries a toy first would take it for what a real run pays."""
-    text = summary(replace(judged(0, 5, 5), overhead_ratio=0.8, interval=1))
+    text = summary(replace(judged(0, 5, 5), overhead_of_run=0.8, interval=1))
     assert "overhead 80 % · every step was checked (short ones are at first)" in text
+
+
+def test_what_the_run_goes_on_with_is_told_beside_what_its_start_took() -> None:
+    """The start of a short job says little about a long one; what was not checked in each step is not said to be."""
+    text = summary(replace(judged(0, 5, 5), overhead_of_run=0.3, overhead_ratio=0.04, interval=64))
+    assert "overhead 30 %, 4 % lately · full check every 64 steps" in text
+    sampled = replace(judged(0, 5, 5), interval=64)
+    text = summary(sampled, replace(judged(1, 5, 5), overhead_of_run=0.3, interval=1))
+    assert "overhead 30 %\n" in text
 
 
 def test_an_unknown_overhead_is_not_printed() -> None:
     """NaN says nothing to a person."""
-    step = replace(judged(0, 5, 5), overhead_ratio=math.nan, interval=1)
+    step = replace(judged(0, 5, 5), overhead_of_run=math.nan, interval=1)
     assert summary(step) == "ddpdebug: no findings · 1 step · the ranks agreed in all 1 that were compared\n"
 
 

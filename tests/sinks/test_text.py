@@ -46,10 +46,12 @@ def test_an_integer_beyond_every_float_is_a_text() -> None:
 @pytest.mark.parametrize(
     ("ranks", "world", "text"),
     [((2,), 4, "rank 2"), ((7, 0, 1, 2, 3), 64, "ranks 0-3,7"), ((0, 1), 2, "both ranks"),
-     ((0, 1, 2), 3, "all 3 ranks"), ((0,), 1, "rank 0"), ((0, 2), None, "ranks 0,2")],
+     ((0, 1, 2), 3, "all 3 ranks"), ((0,), 1, "rank 0"), ((0, 2), None, "ranks 0,2"),
+     (tuple(range(0, 8192, 2)), 8192, "ranks 0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30 and 4080 more"),
+     (tuple(range(1003)), 1024, "ranks 0-1002")],
 )  # fmt: skip
 def test_ranks_are_named_as_ranges(ranks: tuple[int, ...], world: int | None, text: str) -> None:
-    """Sixty-four ranks fit on a line."""
+    """Thousands fit on a line, and their number is true."""
     assert ranks_text(ranks, world) == text
 
 

@@ -515,7 +515,7 @@ def own_metrics(
     text = "Things that are not checked, by what they are about; absent where there are none."
     off = counted_off(coverage) if coverage is not None and complete is False else {}
     yield _gauge("ddpdebug_checks_off", text, (((own, part), count) for part, count in sorted(off.items())), "part")
-    text = "Time spent in ddpdebug as a share of the time of a step, smoothed."
+    text = "Time in ddpdebug on the worst rank over the time of the steps without it, of the newest 64 steps."
     yield _gauge("ddpdebug_overhead_ratio", text, [((own,), nan if last is None else last.overhead_ratio)])
     text = "The full check runs every so many steps."
     yield _gauge("ddpdebug_check_interval_steps", text, [((own,), nan if last is None else last.interval)])
