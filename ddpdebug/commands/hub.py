@@ -72,9 +72,24 @@ def _quantity(units: dict[str, int], valid: str) -> Callable[[Any, Any, str], fl
     callback=_quantity(_SIZES, "a size like 500M or 20G"),
     help="Delete the oldest runs that are over while all take more than this.",
 )
+@click.option(
+    "--webhooks",
+    type=click.Path(path_type=Path),
+    help="File of the webhooks that are told of findings and of runs that are lost or fail; docs/hub.md has its form.",
+)
+@click.option("--address", default="", help="Address by which people reach the hub, for the links in what is told.")
 @click.pass_context
-def command(
-    ctx: click.Context, *, host: str, port: int, data: str, watched: tuple[Path, ...], keep: float, max_size: float
+def command(  # noqa: PLR0913 - the options
+    ctx: click.Context,
+    *,
+    host: str,
+    port: int,
+    data: str,
+    watched: tuple[Path, ...],
+    keep: float,
+    max_size: float,
+    webhooks: Path | None,
+    address: str,
 ) -> Callable[[], int] | None:
     """Check what is asked for and open what is needed; serve later, outside of click."""
     if ctx.invoked_subcommand is not None:
@@ -91,9 +106,12 @@ def command(
     for directory in watched:
         if not directory.is_dir():
             raise UsageError(f"--watch: there is no directory {str(directory)!r}")
+    from ddpdebug.hub.outgoing import Collector, read_hooks  # noqa: PLC0415 - as above
     from ddpdebug.hub.serve import Serving  # noqa: PLC0415 - as above
 
+    hooks, collector = () if webhooks is None else read_hooks(webhooks), Collector.of(os.environ)
     serving = Serving(host, port, data, tokens, watched, keep=keep, most=max_size)
+    serving.tell(hooks, collector, address)
     print(f"ddpdebug: hub at {serving.url}, runs in {serving.place}", flush=True)
     return serving.run
 
@@ -174,6 +192,15 @@ def _push(mirror: Any, url: str, token_file: Path | None) -> int:
 
 
 def _token(name: str) -> str | None:
+    """Return the token of a variable, or of the file that `NAME_FILE` names."""
+    if file := os.environ.get(f"{name}_FILE", ""):
+        try:
+            token = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read {name}_FILE: {error}") from None
+        if not token:
+            raise UsageError(f"{name}_FILE is empty; it should hold a token")
+        return token
     return os.environ.get(name, "").strip() or None
 
 

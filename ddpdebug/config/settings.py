@@ -302,11 +302,7 @@ class Config:
                 continue  # as if not given
             flag = "--" + name.replace("_", "-")
             parsed = _parsed(name, value, flag if flags else name, cwd, shown=flag if flags else name)
-            if isinstance(parsed, dict):
-                parsed = {**values.get(name, {}), **parsed}
-            elif isinstance(parsed, tuple):
-                parsed = tuple(dict.fromkeys((*values.get(name, ()), *parsed)))
-            values[name] = parsed
+            values[name] = _joined(values.get(name), parsed)
         if command == "check" and not {"every_step", "budget"} & values.keys():
             values["every_step"] = True
         alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
@@ -366,6 +362,15 @@ def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> An
     if kind.must_exist and not parsed.is_file():
         raise UsageError(f"{source}: there is no file {str(parsed)!r}; give {kind.valid}")
     return parsed
+
+
+def _joined(known: Any, given: Any) -> Any:
+    """Return what a stronger source makes of a setting: of several values it adds to them."""
+    if known and isinstance(given, dict):
+        return {**known, **given}
+    if known and isinstance(given, tuple):
+        return tuple(dict.fromkeys((*known, *given)))
+    return given
 
 
 def _near(shown: str) -> str:

@@ -7,6 +7,7 @@ database one does. Who has the same message twice has it because a hub was kille
 from __future__ import annotations
 
 import json
+import threading
 import time
 import tomllib
 import urllib.error
@@ -19,6 +20,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from sqlalchemy import Connection, insert, or_, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from ddpdebug._version import __version__
 from ddpdebug.errors import UsageError, did_you_mean
@@ -32,7 +34,7 @@ from ddpdebug.sinks.text import clean, ranks_text, where
 _NEWS_SECONDS = 3600.0
 #: A message is tried so often, with twice the time between each two tries.
 _ATTEMPTS, _FIRST_SECONDS, _MOST_SECONDS = 12, 5.0, 3600.0
-_TIMEOUT, _AT_ONCE = 10.0, 50
+_TIMEOUT, _AT_ONCE, _EVERY_SECONDS = 10.0, 50, 2.0
 _OK = range(200, 300)
 #: Marks what is said of a run among the ids of findings.
 _STATE = "state:"
@@ -161,11 +163,28 @@ class Outgoing:
         self._hooks = {hook.name: hook for hook in hooks}
         self._post = post or _post
         self._said: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddpdebug-hub-outgoing", daemon=True)
 
-    @property
-    def targets(self) -> bool:
-        """Whether there is anybody to tell."""
-        return bool(self._hooks or self._collector)
+    def start(self) -> None:
+        """Look for news every few seconds, in a thread, where there is anybody to tell."""
+        if self._hooks or self._collector:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what was not sent is sent by the next hub."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT + 1)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY_SECONDS):
+            try:
+                self.look()
+            except SQLAlchemyError as error:  # the disk is full, or the server of the database is away
+                if (reason := type(error).__name__) not in self._said:
+                    self._said.add(reason)
+                    self._say(f"nobody is told anything now: {' '.join(str(error).split())[:200]}")
 
     def look(self) -> int:
         """Note what is new, and send what is due; return how many messages were sent."""

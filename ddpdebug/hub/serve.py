@@ -12,6 +12,7 @@ import uvicorn
 from ddpdebug.errors import UsageError
 from ddpdebug.hub.app import create
 from ddpdebug.hub.auth import Auth
+from ddpdebug.hub.outgoing import Collector, Hook, Outgoing
 from ddpdebug.hub.pages import routes
 from ddpdebug.hub.store import Store
 from ddpdebug.hub.watch import Watch
@@ -49,12 +50,22 @@ class Serving:
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
         self._store = Store(data)
         self.place = self._store.place
-        self._watch = Watch(self._store, watched, keep, lambda message: print(f"ddpdebug: {message}", file=sys.stderr))
+        self._watch = Watch(self._store, watched, keep, _say)
+        self._outgoing = Outgoing(self._store, ())
         self._app = create(self._store, tokens, pages=routes(self._store), keep=keep, most=most)
+
+    def tell(self, hooks: Sequence[Hook], collector: Collector | None, address: str) -> None:
+        """Tell others what is new, from `run` on.
+
+        Args:
+            address: by which people reach the hub; the default is where it serves.
+        """
+        self._outgoing = Outgoing(self._store, hooks, collector, address=address or self.url, say=_say)
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; return the exit status."""
         self._watch.start()
+        self._outgoing.start()
         config = uvicorn.Config(
             self._app,
             log_level="warning",
@@ -70,5 +81,10 @@ class Serving:
             pass
         finally:
             self._watch.close()
+            self._outgoing.close()
             self._store.close()
         return 0
+
+
+def _say(message: str) -> None:
+    print(f"ddpdebug: {message}", file=sys.stderr, flush=True)
