@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, select, text, update
+from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, make_url, select, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -442,15 +442,15 @@ class Store:
         """
         statement = select(*_SHOWN).order_by(run.c.key.desc()).limit(limit)
         if states_ := filters.get("state"):
-            statement = statement.where(run.c.state.in_(str(states_).split(",")))
+            statement = statement.where(run.c.state.in_(derived.text(states_).split(",")))
         if codes := filters.get("code"):
-            found = select(finding.c.run).where(finding.c.code.in_(str(codes).split(",")))
+            found = select(finding.c.run).where(finding.c.code.in_(derived.text(codes).split(",")))
             statement = statement.where(run.c.key.in_(found))
         for name in ("owner", "job", "name"):
             if (value := filters.get(name)) is not None:
-                statement = statement.where(run.c[name] == str(value))
+                statement = statement.where(run.c[name] == derived.text(value))
         if before := filters.get("before"):
-            statement = statement.where(run.c.key < str(before))
+            statement = statement.where(run.c.key < derived.text(before))
         if (since := filters.get("changed")) is not None:
             statement = statement.where(run.c.changed > since)
         with self.read() as connection:
@@ -488,7 +488,7 @@ class Store:
             .limit(limit)
         )
         if code:
-            statement = statement.where(finding.c.code.in_(code.split(",")))
+            statement = statement.where(finding.c.code.in_(derived.text(code).split(",")))
         with self.read() as connection:
             rows = connection.execute(statement).mappings().all()
         return [{**_without(row, "document"), "finding": json.loads(row["document"])} for row in rows]
@@ -613,6 +613,9 @@ def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = No
 
 def _engine(place: str | Path) -> Engine:
     if "://" in str(place):
+        kind = make_url(str(place)).get_backend_name()
+        if kind not in {"sqlite", "postgresql"}:
+            raise UsageError(f"a hub keeps its runs in SQLite or Postgres, not in {kind}")
         engine = create_engine(str(place), pool_pre_ping=True)
     else:
         path = Path(place)
@@ -623,8 +626,6 @@ def _engine(place: str | Path) -> Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
-    elif engine.dialect.name != "postgresql":
-        raise UsageError(f"a hub keeps its runs in SQLite or Postgres, not in {engine.dialect.name}")
     return engine
 
 
