@@ -202,7 +202,8 @@ class Store:
             if size + len(data) > most or bytes_of_run + len(data) > MAX_RUN or len(there) >= MAX_FILES:
                 named.discard(piece.path)
                 continue
-            self._append(connection, key, piece.path, size, data)
+            if data:
+                self._append(connection, key, piece.path, size, data)
             there[piece.path] = Held(size + len(data), digest_of(data, digest))
             bytes_of_run += len(data)
             changed.add(piece.path)
@@ -528,7 +529,8 @@ class Store:
             select(chunk.c.start, chunk.c.data).where(mine, chunk.c.start >= first).order_by(chunk.c.start)
         ).all()
         if not rows:
-            return None
+            known = connection.execute(select(file.c.path).where(file.c.run == key, file.c.path == path)).first()
+            return None if known is None else b""
         return b"".join(bytes(data) for _, data in rows)[start - rows[0][0] :]
 
     @contextmanager

@@ -53,7 +53,9 @@ def post(site: Site, body: bytes, key: str = RUN.key, **headers: str) -> tuple[i
 
 def lines(*values: Any) -> bytes:
     """Return a compressed batch of JSON lines."""
-    return gzip.compress("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values).encode())
+    return gzip.compress(
+        "".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values).encode()
+    )
 
 
 HEAD = {"run": RUN.key, "from": "push"}
@@ -172,7 +174,17 @@ def test_runs_and_findings(site: Site, store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "query",
-    ["state=x'--", "code=%00", "limit=nan", "limit=-5", "limit=1e400", "since=inf", "since=nan", "before=%FF", "owner=%ED%A0%80"],
+    [
+        "state=x'--",
+        "code=%00",
+        "limit=nan",
+        "limit=-5",
+        "limit=1e400",
+        "since=inf",
+        "since=nan",
+        "before=%FF",
+        "owner=%ED%A0%80",
+    ],
 )
 def test_odd_queries(site: Site, query: str) -> None:
     """Whatever stands in a filter is a value and no more."""
@@ -182,7 +194,9 @@ def test_odd_queries(site: Site, query: str) -> None:
 
 def test_targets(store: Store, site: Site, tmp_path: Path) -> None:
     """The ranks of live runs are targets of Prometheus; loopback addresses are so on their own host only."""
-    for number, url in enumerate((None, "http://10.0.0.8:9400/metrics", "http://127.0.0.1:9400/metrics", "javascript:1")):
+    for number, url in enumerate(
+        (None, "http://10.0.0.8:9400/metrics", "http://127.0.0.1:9400/metrics", "javascript:1")
+    ):
         run = MadeUp(run=f"target{number}", ended=None, metrics_url=url, node="elsewhere")
         bring(store, run.write(tmp_path / run.run), "push")
     here = MadeUp(run="here", ended=None, metrics_url="https://[::1]:9401/metrics", node=platform.node())

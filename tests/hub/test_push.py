@@ -65,7 +65,9 @@ for line in sys.stdin:
     exec(line)
     print([each.message for each in troubles], flush=True)
 """
-_FOUND = "write(FindingRaised(finding=Finding(code='NUM305', severity=Severity.CRITICAL, title='t', id='NUM305-1', step=1)))"
+_FOUND = (
+    "write(FindingRaised(finding=Finding(code='NUM305', severity=Severity.CRITICAL, title='t', id='NUM305-1', step=1)))"
+)
 _END = "write(RunEnded(reason='finished', exit_code=0, steps={0: 3}))"
 KEY = MadeUp().key
 
@@ -137,7 +139,9 @@ def hub(tmp_path: Path, auth: Auth | None = None) -> Iterator[tuple[Site, Store]
 
 
 @contextmanager
-def other_server(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def other_server(
+    answer: Callable[[http.server.BaseHTTPRequestHandler], None],
+) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Serve something that is no hub; yields its address and the headers of what it was asked."""
     heard: list[dict[str, str]] = []
 
@@ -161,7 +165,9 @@ def other_server(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -
 def equal(store: Store, directory: Path) -> bool:
     """Tell whether a store has what a run directory has."""
     paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
-    return all(store.content(KEY, name) == path.read_bytes() for name, path in paths.items() if is_document(name) is not None)
+    return all(
+        store.content(KEY, name) == path.read_bytes() for name, path in paths.items() if is_document(name) is not None
+    )
 
 
 def state(store: Store) -> str:
@@ -193,6 +199,7 @@ def test_killed_rank(tmp_path: Path, rank: Callable[..., Rank]) -> None:
         one = rank(site.address)
         one.do("steps(0, 30)")
         one.do(_FOUND)
+        assert until(one.pushers)
         one.process.kill()
         assert until(lambda: not one.pushers())
         assert equal(store, one.directory)
