@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -15,15 +17,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from sqlalchemy import insert
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.hub import derived, queries, schema
+from ddpdebug.hub.auth import COOKIE
 from ddpdebug.hub.groups import differing, holders, shared
-from ddpdebug.hub.states import STATES
+from ddpdebug.hub.states import LIVE, STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import SWATCHES, lines, path, timeline
 from ddpdebug.reports.page import checked, finding_article, report
@@ -34,8 +37,8 @@ from ddpdebug.sinks.text import BUNDLE, SEPARATOR, clean, number, ranks_text
 _STATIC = {"hub.css": "text/css", "hub.js": "text/javascript", "icon.svg": "image/svg+xml"}
 #: The report is a page of its own that brings its style along.
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-_MAX_COMPARED, _MAX_BUNDLES = 8, 100
-_MAX_FORM, _MAX_TEXT, _MAX_AUTHOR = 16 << 10, 2000, 80
+_MAX_COMPARED, _MAX_BUNDLES, _MAX_GROUP = 8, 100, 1000
+_MAX_FORM, _MAX_TEXT, _MAX_AUTHOR, _FORM_SECONDS = 16 << 10, 2000, 80, 30.0
 _HOURS = (1, 24, 168, 720)
 _SPANS = {1: "a day", 7: "a week", 30: "30 days", 0: "all"}
 _COMPARED = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "currentColor")
@@ -52,7 +55,7 @@ class _RefusedError(Exception):
 
 
 def routes(store: Store) -> list[Route]:
-    """Return the routes of the pages."""
+    """Return the routes of the pages, which stand behind `auth.Gate`."""
     pages = _Pages(store)
     return [
         Route("/", pages.answer(pages.runs)),
@@ -83,7 +86,6 @@ class _Pages:
             lstrip_blocks=True,
         )
         self._templates.filters |= {"ago": self._ago, "stamp": _stamp, "rate": _rate}
-        self._templates.globals["events"] = "/api/v1/events"
 
     def answer(self, page: Callable[[Request], Response]) -> Callable[[Request], Response]:
         """Return a page that says why where it cannot be shown."""
@@ -117,9 +119,9 @@ class _Pages:
 
     def run(self, request: Request) -> Response:
         """One run."""
-        key = request.path_params["key"]
+        key = derived.text(request.path_params["key"])
         with self._store.read() as connection:
-            row = self._known(queries.run(connection, key))
+            row = self._known(queries.run(connection, key), key)
             curves = queries.curves(connection, key)
             found = queries.findings(connection, key)
             ranks = queries.ranks(connection, key)
@@ -141,31 +143,32 @@ class _Pages:
         return self._page(
             request, "run.html", title=_name(row), run=self._shown(row), tiles=_tiles(row, document, found),
             waiting=_waiting(document), articles=articles, left_out=(row.findings or 0) - len(articles),
-            charts=_charts(curves, marks), ranks=[_rank(one) for one in ranks],
+            charts=_charts(curves, marks), ranks=[_rank(one, live=row.state in LIVE) for one in ranks],
             place=place, bundles=bundles, settings=settings,
             facts=[item for item in facts.items() if item not in settings], notes=notes,
         )  # fmt: skip
 
     def report(self, request: Request) -> Response:
         """The full report, from the mirrored files; one at a time, as it reads all rows."""
-        key = request.path_params["key"]
+        key = derived.text(request.path_params["key"])
         if not self._reporting.acquire(timeout=60):
             raise _RefusedError(503, "other reports are being made; try again in a minute")
-        try:
+        with ExitStack() as until_made:
+            until_made.callback(self._reporting.release)
             with self._store.read() as connection:
                 self._known(queries.run(connection, key), key)
                 place, _ = _bundles(queries.document(connection, key, mirror.BUNDLES), [])
-                with self._store.copied(connection, key) as directory:
-                    page = report(directory, name=place or key)
-        except ValueError as error:
-            raise _RefusedError(409, f"no report can be made of it: {clean(error)}") from None
-        finally:
-            self._reporting.release()
+                directory = until_made.enter_context(self._store.copied(connection, key))
+            try:
+                page = report(directory, name=place or key)
+            except ValueError as error:  # another version's
+                words = clean(str(error).replace(f"{directory}/", ""))
+                raise _RefusedError(409, f"no report can be made of it: {words}") from None
         return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     def compare(self, request: Request) -> Response:
         """Two or more runs beside each other."""
-        keys = list(dict.fromkeys(key for key in request.query_params.getlist("run") if key))
+        keys = [key for key in dict.fromkeys(map(derived.text, request.query_params.getlist("run"))) if key]
         if not keys:
             raise _RefusedError(400, "choose the runs to compare in the list of runs")
         if len(keys) > _MAX_COMPARED:
@@ -196,8 +199,9 @@ class _Pages:
             if len(have) < len(keys)
         ]
         return self._page(
-            request, "compare.html", title="Runs compared", runs=shown, charts=charts, found=different, any_found=bool(found),
-            differing=differing([facts.get(key, {}) for key in keys]), others=map(self._shown, others),
+            request, "compare.html", title="Runs compared", runs=shown, charts=charts, found=different,
+            any_found=bool(found), differing=differing([facts.get(key, {}) for key in keys]),
+            others=map(self._shown, others),
         )  # fmt: skip
 
     def groups(self, request: Request) -> Response:
@@ -211,25 +215,22 @@ class _Pages:
             notes = queries.notes(connection)
         having = holders(facts)
         shown = [
-            {
-                **self._group(row, notes),
-                "shared": shared(those.get(row.group, set()), having, len(facts))[:1],
-            }
+            {**self._group(row, notes), "shared": shared(those[row.group] & facts.keys(), having, len(facts))[:1]}
             for row in rows
         ]
         return self._page(request, "groups.html", title="Findings across runs", groups=shown, days=days, spans=_SPANS)
 
     def group(self, request: Request) -> Response:
         """One kind of finding: the runs that have it, what they have in common, and the runbook."""
-        name = request.path_params["group"]
+        name = derived.text(request.path_params["group"], _MAX_GROUP)
         with self._store.read() as connection:
             rows = queries.groups(connection, 0.0, group=name)
             if not rows:
                 raise _RefusedError(404, f"no findings {clean(name, 80)}")
             members = queries.in_group(connection, name)
+            keys = queries.members(connection, [name], 0.0)[name]
             facts = self._facts.since(connection, 0.0)
             notes = queries.notes(connection, group=name)
-        keys = {row.key for row in members}
         shown = [
             {
                 **self._shown(row), "step": row.step, "raised": row.raised,
@@ -238,7 +239,7 @@ class _Pages:
             }
             for row in members
         ]  # fmt: skip
-        told = {**self._group(rows[0], notes), "shared": shared(keys, holders(facts), len(facts))}
+        told = {**self._group(rows[0], notes), "shared": shared(keys & facts.keys(), holders(facts), len(facts))}
         prose = _runbooks().get(rows[0].code)
         return self._page(
             request, "group.html", title=f"{rows[0].code}", group=told, members=shown, notes=notes, runbook=prose
@@ -246,20 +247,20 @@ class _Pages:
 
     async def take_note(self, request: Request) -> Response:
         """A note, an acknowledgement or a mute; who may write is decided before."""
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MAX_FORM:
-                return self._refuse(_RefusedError(413, "that is too long for a note"))
-        fields = {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
         try:
+            async with asyncio.timeout(_FORM_SECONDS):
+                fields = await _form(request)
             await run_in_threadpool(self._note, request.path_params, fields)
+        except TimeoutError:
+            return self._refuse(_RefusedError(408, "the note did not come in time"))
+        except ClientDisconnect:
+            return self._refuse(_RefusedError(400, "the note is cut off"))
         except _RefusedError as refused:
             return self._refuse(refused)
         return RedirectResponse(request.url.path, status_code=303)
 
     def _note(self, about: Mapping[str, str], fields: Mapping[str, str]) -> None:
-        key, group = about.get("key"), about.get("group")
+        key, group = (None if name not in about else derived.text(about[name], _MAX_GROUP) for name in ("key", "group"))
         kind, text = fields.get("kind", "note"), fields.get("text", "").strip()
         if kind not in ({"note", "ack", "mute"} if group else {"note"}):
             raise _RefusedError(400, f"there is no kind of note {clean(kind, 40)}")
@@ -282,16 +283,18 @@ class _Pages:
             connection.execute(insert(schema.note).values(row))
 
     def _page(self, request: Request, template: str, **values: Any) -> Response:
-        may_write = request.scope.get("access", "write") == "write"
-        return HTMLResponse(self._templates.get_template(template).render(values, may_write=may_write))
+        about = {"may_write": request.scope["access"] == "write", "may_leave": COOKIE in request.cookies}
+        return HTMLResponse(self._templates.get_template(template).render(values, **about))
 
     def _refuse(self, refused: _RefusedError) -> Response:
-        page = self._templates.get_template("refused.html").render(title=f"Error {refused.status}", text=refused.text)
+        page = self._templates.get_template("refused.html").render(
+            title=f"Error {refused.status}", text=refused.text, may_leave=False
+        )
         return HTMLResponse(page, status_code=refused.status)
 
-    def _known(self, row: Any, key: str = "") -> Any:
+    def _known(self, row: Any, key: str) -> Any:
         if row is None:
-            raise _RefusedError(404, f"no run {clean(key, 80)}".rstrip())
+            raise _RefusedError(404, f"no run {clean(key, 80)}")
         return row
 
     def _shown(self, row: Any) -> dict[str, Any]:
@@ -340,9 +343,14 @@ class _Pages:
     def _ago(self, seconds: float) -> str:
         """Return a time in words beside now: `12 s ago`, `3 h ago`, and the day for what is older."""
         past = self._clock() - seconds
-        for size, unit in ((60.0, "s"), (3600.0, "min"), (_DAY, "h"), (8 * _DAY, "d")):
-            if -60.0 < past < 2 * size:
-                return f"{max(0, round(past / {'s': 1, 'min': 60, 'h': 3600, 'd': _DAY}[unit]))} {unit} ago"
+        for unit, size, most in (
+            ("s", 1.0, 120.0),
+            ("min", 60.0, 7200.0),
+            ("h", 3600.0, 2 * _DAY),
+            ("d", _DAY, 15 * _DAY),
+        ):
+            if -60.0 < past < most:
+                return f"{max(0, round(past / size))} {unit} ago"
         return _stamp(seconds)[:10]
 
 
@@ -361,8 +369,17 @@ def _runbooks() -> dict[str, dict[str, Any]]:
     return {**planned(), **{rule.code: runbook(rule) for rule in catalog()}}
 
 
+async def _form(request: Request) -> dict[str, str]:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_FORM:
+            raise _RefusedError(413, "that is too long for a note")
+    return {name: values[-1] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+
+
 def _asked(request: Request) -> queries.Asked:
-    given = {name: request.query_params.get(name, "").strip()[:200] for name in ("state", "q", "code", "sort")}
+    given = {name: derived.text(request.query_params.get(name, "").strip()) for name in ("state", "q", "code", "sort")}
     for name, valid in (("state", STATES), ("sort", queries.SORTS)):
         if given[name] and given[name] not in valid:
             raise _RefusedError(400, f"there is no {name} {clean(given[name], 40)!r}; there are {', '.join(valid)}")
@@ -455,14 +472,14 @@ def _charts(curves: queries.Curves, marks: Mapping[int, str]) -> dict[str, Marku
     }
 
 
-def _rank(row: Any) -> dict[str, Any]:
-    """Return a rank as the table shows it; only addresses of the web become links."""
+def _rank(row: Any, *, live: bool) -> dict[str, Any]:
+    """Return a rank as the table shows it; only addresses of the web become links, while somebody answers there."""
     local = None if row.local_rank is None else f"local rank {row.local_rank}"
     url = row.metrics_url or ""
     return {
         **row._mapping,  # noqa: SLF001 - SQLAlchemy's
         "place": SEPARATOR.join(clean(part, 80) for part in (row.node, row.device, local) if part),
-        "link": url if url.startswith(("http://", "https://")) else "",
+        "link": url if live and not row.outcome and url.startswith(("http://", "https://")) else "",
     }
 
 

@@ -178,7 +178,7 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         places = [self._low + (self._high - self._low) * i / 4 for i in range(5)]
-        return [10**place for place in places] if self.log else places
+        return [10 ** min(place, 308.0) for place in places] if self.log else places  # beyond that there is no number
 
 
 def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:

@@ -8,7 +8,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,14 @@ class Site:
     """A server and how to ask it."""
 
     address: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, path: str, form: Mapping[str, str] | None = None, data: bytes | None = None) -> Answer:
         """Return the answer; a form is posted; redirects are answers too."""
         data = urllib.parse.urlencode(form).encode() if form is not None else data
-        request = urllib.request.Request(self.address + path, data=data, headers={"Origin": self.address})
+        request = urllib.request.Request(
+            self.address + path, data=data, headers={"Origin": self.address, **self.headers}
+        )
         try:
             with urllib.request.build_opener(_Stay).open(request, timeout=600) as answer:
                 return Answer(answer.status, answer.read().decode(), dict(answer.headers))

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import html.parser
 import re
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ddpdebug.hub.app import create
+from ddpdebug.hub.auth import COOKIE, Auth
 from ddpdebug.hub.pages import routes
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import COLORS
+from ddpdebug.reports.page import report
 from tests.hub.runs import HUNG, MadeUp, Site, bring, finding, serving
 from tests.support.browser import Browser
 from tests.support.machine import until
 
 EVIL = '"><script>document.title="taken"</script><img src="http://198.51.100.1/x.png" onerror="alert(1)">\n\x1b[2J'
-HEALTHY = MadeUp(run="healthy", time="2026-11-21T08:01:00Z")
-ILL = MadeUp(run="ill001", time="2026-11-21T08:02:00Z", findings=[finding()], ended=None)
+METRICS = "http://node01:9400/metrics"
+HEALTHY = MadeUp(run="healthy", time="2026-11-21T08:01:00Z", metrics_url=METRICS)
+ILL = MadeUp(run="ill001", time="2026-11-21T08:02:00Z", findings=[finding()], ended=None, metrics_url=METRICS)
 STUCK = MadeUp(
-    run="stuck1", time="2026-11-21T08:03:00Z", waits=HUNG, ended=None,
+    run="stuck1", time="2026-11-21T08:03:00Z", waits=HUNG, ended=None, metrics_url="javascript:alert(1)",
     findings=[finding("HANG501", title="a rank waits", evidence={"hang": 1, "stacks": {"1": ["train.py:88 load"]}})],
 )  # fmt: skip
 HOSTILE = MadeUp(
     run="evil01", time="2026-11-21T08:04:00Z", command=("train.py", EVIL), node=EVIL, versions={EVIL: EVIL},
-    metrics_url="javascript:alert(1)", ended=EVIL,
+    ended=EVIL,
     findings=[finding(title=EVIL, subject=(EVIL,), location=EVIL, evidence={EVIL: EVIL, "bundle": EVIL}, causes=[EVIL],
                       actions=[EVIL], phase=EVIL), finding("NUM301", title=EVIL, subject=("layer",), id=EVIL)],
 )  # fmt: skip
@@ -53,7 +50,7 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     store = Store(tmp_path / "hub.db")
-    with serving(Starlette(routes=routes(store))) as site:
+    with serving(create(store, Auth(), pages=routes(store))) as site:
         yield Hub(tmp_path, store, site)
     store.close()
 
@@ -128,6 +125,7 @@ def test_the_list_is_filtered_and_sorted(full: Hub) -> None:
     assert order(full, "/?q=_") == []
     assert order(full, "/?q=" + urllib.parse.quote("' OR 1=1 --")) == []
     assert order(full, "/?page=1") == []
+    assert order(full, "/?q=%00%ff&code=%00") == []
     for wrong in ("state=x", "sort=started;drop", "page=-1", "page=x", "page=99999999999999"):
         answer = full.site.get(f"/?{wrong}")
         assert answer.status == 400, wrong
@@ -158,6 +156,8 @@ def test_a_run_has_its_findings_with_evidence_and_runbook(full: Hub) -> None:
         assert part in text, part
     page = full.site.get(f"/runs/{ILL.key}").text
     assert page.count('<svg viewBox="0 0 900') == 3
+    assert f'href="{METRICS}"' in page
+    assert METRICS not in full.site.get(f"/runs/{HEALTHY.key}").text  # nobody answers there any more
     assert "differ from step 30" in page
     assert ">rank 1</text>" in page
 
@@ -167,6 +167,7 @@ def test_a_hang_shows_who_is_waited_for_and_the_stacks(full: Hub) -> None:
     text = seen(full, f"/runs/{STUCK.key}")
     assert "ranks wait for rank 1 at train.py:88: stuck" in text
     assert "train.py:88 load" in text
+    assert "javascript:" not in full.site.get(f"/runs/{STUCK.key}").text
 
 
 @pytest.mark.parametrize("path", ["/", "/groups", "/compare", "/runs", "/group"])
@@ -224,6 +225,9 @@ def test_a_group_says_what_its_runs_have_in_common(hub: Hub) -> None:
     assert "Diagnosis." in seen(hub, "/groups/RANK104%20lr")
     assert "r00003" in seen(hub, "/groups/RANK104%20lr")
     assert hub.site.get("/groups/nothing").status == 404
+    hub.add(MadeUp(run="long", findings=[finding("NUM301", subject=(f"{'x' * 299} {'y' * 299}/{'z' * 299}",))]))
+    links = re.findall(r'href="(/groups/NUM[^"]+)"', hub.site.get("/groups").text)
+    assert [hub.site.get(link).status for link in links] == [200]
 
 
 def test_a_group_is_acknowledged_until_it_is_seen_again(hub: Hub) -> None:
@@ -260,13 +264,30 @@ def test_notes_are_kept_and_wrong_ones_refused(full: Hub) -> None:
     assert full.site.get(page, data=b"\xff\x00%ff=%00&text=%00%ff").status == 303
 
 
+def test_who_may_only_read_is_offered_no_notes(tmp_path: Path) -> None:
+    """And cannot write one; who has come by a cookie may leave."""
+    store, tokens = Store(tmp_path / "hub.db"), Auth("write" * 4, "read" * 4)
+    with serving(create(store, tokens, pages=routes(store))) as site:
+        Hub(tmp_path, store, site).add(ILL)
+        page = f"/runs/{ILL.key}"
+        reader = Site(site.address, {"Authorization": "Bearer " + "read" * 4})
+        writer = Site(site.address, {"Cookie": f"{COOKIE}={tokens.cookie('write')}"})
+        assert site.get(page).status == 401
+        assert site.get("/static/hub.css").status == 200
+        assert "add the note" not in reader.get(page).text
+        assert reader.get(page, {"text": "x"}).status == 403
+        assert "add the note" in writer.get(page).text
+        assert "log out" in writer.get(page).text
+        assert writer.get(page, {"text": "x"}).status == 303
+    store.close()
+
+
 def test_the_full_report_is_made_of_the_mirrored_files(full: Hub) -> None:
     """It is the page that `ddpdebug report` writes, under a policy of its own."""
     answer = full.site.get(f"/runs/{ILL.key}/report")
     assert answer.status == 200
+    assert answer.text == report(full.folder / ILL.run)
     assert "<h1>Run ill001</h1>" in answer.text
-    assert "Which rank is slow?" in answer.text
-    assert str(full.folder / "ill001") in answer.text
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert full.site.get("/runs/nothing/report").status == 404
 
@@ -279,30 +300,6 @@ def test_the_style_has_all_colours_of_the_charts(hub: Hub) -> None:
         assert hub.site.get(f"/static/{name}").status == 404
 
 
-async def _beat(_: Request) -> Response:
-    async def events() -> AsyncIterator[bytes]:
-        while True:
-            yield b"data: {}\n\n"
-            await asyncio.sleep(0.2)
-
-    return StreamingResponse(events(), media_type="text/event-stream")
-
-
-class Strict:
-    """The policy that the hub has for its pages."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_policy(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("content-security-policy", "default-src 'self'")
-            await send(message)
-
-        await self._app(scope, receive, with_policy)
-
-
 @pytest.fixture
 def browser(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Browser]:
     found = Browser(need("chromium"), tmp_path / "profile")
@@ -313,7 +310,7 @@ def browser(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Browser]:
 def test_a_real_browser_shows_all_pages_and_keeps_them_up_to_date(tmp_path: Path, browser: Browser) -> None:
     """On a phone and a desk, dark and light: nothing is wider than the screen, nothing is refused, no name runs."""
     store = Store(tmp_path / "hub.db")
-    with serving(Strict(Starlette(routes=[*routes(store), Route("/api/v1/events", _beat)]))) as site:
+    with serving(create(store, Auth(), pages=routes(store))) as site:
         hub = Hub(tmp_path, store, site)
         for run in RUNS:
             hub.add(run)
@@ -345,3 +342,16 @@ def test_a_real_browser_shows_all_pages_and_keeps_them_up_to_date(tmp_path: Path
         assert browser.run("document.querySelectorAll('#found details[open]').length") == 2
     assert browser.said == []
     store.close()
+
+
+def test_a_run_that_is_followed_from_its_beginning_gets_its_first_finding(hub: Hub) -> None:
+    """Its file of findings was empty when the hub saw it first."""
+    hub.add(HEALTHY)
+    directory = hub.folder / HEALTHY.run
+    assert (directory / "findings.jsonl").stat().st_size == 0
+    for number in range(2):
+        with (directory / "findings.jsonl").open("a") as file:
+            file.write(finding(id=f"RANK104-{number}", title="x" * number * 100_000).to_json() + "\n")
+        bring(hub.store, directory, "push")
+        assert f"RANK104{' and 1 more' * number}" in seen(hub, "/")
+    assert hub.store.content(HEALTHY.key, "findings.jsonl") == (directory / "findings.jsonl").read_bytes()

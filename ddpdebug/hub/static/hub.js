@@ -2,7 +2,8 @@
 // Keeps the page as it is on the hub: after an event the page is fetched again, and its parts that have changed replace
 // those that are shown. What is open, chosen or being selected stays so.
 (() => {
-  const PAUSE = 2000;
+  const PAUSE = 2000, AGING = 15000; // ms between two looks: after events, and for the times that are told
+  const runs = document.body.dataset.runs.split(" ").filter(Boolean); // which the page is about; none: all
   const parts = () => document.querySelectorAll("[data-live]");
   if (parts().length === 0) return;
   const shown = new Map(); // part -> what the hub last had for it
@@ -51,6 +52,11 @@
     if (timer === null) timer = setTimeout(refresh, Math.max(0, last + PAUSE - Date.now()));
   }
 
+  function heard(event) {
+    const about = JSON.parse(event.data);
+    if (runs.length === 0 || runs.includes(about.run ?? about.key)) soon();
+  }
+
   // A browser opens few connections to one place: hidden pages leave theirs to the others.
   function watch() {
     if (document.hidden) {
@@ -59,10 +65,11 @@
     } else if (stream === null) {
       stream = new EventSource(document.body.dataset.events);
       stream.onopen = soon;
-      stream.onmessage = soon;
+      for (const kind of ["run", "finding"]) stream.addEventListener(kind, heard);
     }
   }
 
   document.addEventListener("visibilitychange", watch);
+  setInterval(() => { if (!document.hidden) soon(); }, AGING);
   watch();
 })();
