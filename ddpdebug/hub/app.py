@@ -46,11 +46,11 @@ class Api:
         clock: seconds since the epoch.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, feed: Feed, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._batches, self._bytes = Counter[int](), 0  # by status of HTTP
         self._seconds, self._begun = 0.0, clock()
-        self.feed = Feed(store)
+        self.feed = feed
 
     def routes(self) -> list[BaseRoute]:
         """Return the routes."""
@@ -261,6 +261,7 @@ def create(
     tokens: Auth,
     *,
     pages: Sequence[BaseRoute] = (),
+    feed: Feed | None = None,
     keep: float = math.inf,
     most: float = math.inf,
     every: float = 5.0,
@@ -269,10 +270,11 @@ def create(
 
     Args:
         pages: routes of the pages for people.
+        feed: what tells news, where the caller wants to end it.
         keep, most: runs that are over go after so many seconds, and the oldest while there are more bytes.
         every: seconds between two looks at what nobody tells: who is lost, and what is to go.
     """
-    api = Api(store, store.clock)
+    api = Api(store, feed or Feed(store), store.clock)
 
     async def tidy() -> None:
         while True:
@@ -301,7 +303,6 @@ def create(
         exception_handlers={HTTPException: failed, SQLAlchemyError: away},
         lifespan=lifespan,
     )
-    app.state.feed = api.feed
     return Gate(app, tokens)
 
 

@@ -210,18 +210,10 @@ class Folding:
     """
 
     def __init__(self, width: int, world: int | None, rate: float | None) -> None:
-        self.width = width
-        #: Steps and the seconds that they have taken; what is older counts less.
-        self._taken = (0.0, 0.0) if rate is None else (rate * _MINUTE, _MINUTE)
+        self.width, self.rate = width, rate
         self.last: dict[int, int] = {}  # rank -> newest step
         self.buckets: dict[tuple[int, int], Bucket] = {}  # rank, number of the bucket
         self._world = world or 1 << 20
-
-    @property
-    def rate(self) -> float | None:
-        """Steps a second over about a minute; None before the second step, of which the first tells nothing."""
-        steps, seconds = self._taken
-        return steps / seconds if seconds else None
 
     def take(self, data: bytes, at: int, layout: Layout) -> int:
         """Take in what a file of rows holds from `at` on; return until where."""
@@ -247,9 +239,9 @@ class Folding:
             if optimizer != 0 or not 0 <= rank < min(self._world, RANKS):
                 continue
             self.last[rank] = max(step, self.last.get(rank, 0))
-            if rank == 0 < step and 0 < taken < math.inf:
-                kept, (steps, seconds) = math.exp(-taken / _MINUTE), self._taken
-                self._taken = steps * kept + 1, seconds * kept + taken
+            if rank == 0 < step and 0 < taken < math.inf:  # the first step is the start of the script
+                mean = taken if self.rate is None else 1 / self.rate
+                self.rate = 1 / (mean + max(1 / step, -math.expm1(-mean / _MINUTE)) * (taken - mean))
             if rank < SUMMARISED:
                 self._bucket(rank, step).add(step, loss, taken)
         if layout.own and optimizer == 0 and len(rows) == self._world and len({_digests(row) for row in rows}) > 1:

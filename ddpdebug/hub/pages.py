@@ -37,7 +37,7 @@ from ddpdebug.sinks.text import BUNDLE, SEPARATOR, clean, number, ranks_text
 _STATIC = {"hub.css": "text/css", "hub.js": "text/javascript", "icon.svg": "image/svg+xml"}
 #: The report is a page of its own that brings its style along.
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-_MAX_COMPARED, _MAX_BUNDLES = 8, 100
+_MAX_COMPARED, _MAX_BUNDLES, _MAX_GROUP = 8, 100, 1000
 _MAX_FORM, _MAX_TEXT, _MAX_AUTHOR, _FORM_SECONDS = 16 << 10, 2000, 80, 30.0
 _HOURS = (1, 24, 168, 720)
 _SPANS = {1: "a day", 7: "a week", 30: "30 days", 0: "all"}
@@ -222,7 +222,7 @@ class _Pages:
 
     def group(self, request: Request) -> Response:
         """One kind of finding: the runs that have it, what they have in common, and the runbook."""
-        name = derived.text(request.path_params["group"])
+        name = derived.text(request.path_params["group"], _MAX_GROUP)
         with self._store.read() as connection:
             rows = queries.groups(connection, 0.0, group=name)
             if not rows:
@@ -260,7 +260,7 @@ class _Pages:
         return RedirectResponse(request.url.path, status_code=303)
 
     def _note(self, about: Mapping[str, str], fields: Mapping[str, str]) -> None:
-        key, group = (None if name not in about else derived.text(about[name]) for name in ("key", "group"))
+        key, group = (None if name not in about else derived.text(about[name], _MAX_GROUP) for name in ("key", "group"))
         kind, text = fields.get("kind", "note"), fields.get("text", "").strip()
         if kind not in ({"note", "ack", "mute"} if group else {"note"}):
             raise _RefusedError(400, f"there is no kind of note {clean(kind, 40)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from ddpdebug.errors import UsageError
-from ddpdebug.hub.app import create
+from ddpdebug.hub.app import Feed, create
 from ddpdebug.hub.auth import Auth
 from ddpdebug.hub.outgoing import Collector, Hook, Outgoing
 from ddpdebug.hub.pages import routes
@@ -48,11 +49,16 @@ class Serving:
             raise UsageError(f"cannot serve at {host} port {port}: {error.strerror or error}") from None
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
-        self._store = Store(data)
+        try:
+            self._store = Store(data)
+        except UsageError:
+            self._socket.close()
+            raise
         self.place = self._store.place
         self._watch = Watch(self._store, watched, keep, _say)
         self._outgoing = Outgoing(self._store, ())
-        self._app = create(self._store, tokens, pages=routes(self._store), keep=keep, most=most)
+        self._feed = Feed(self._store)
+        self._app = create(self._store, tokens, pages=routes(self._store), feed=self._feed, keep=keep, most=most)
 
     def tell(self, hooks: Sequence[Hook], collector: Collector | None, address: str) -> None:
         """Tell others what is new, from `run` on.
@@ -75,9 +81,12 @@ class Serving:
             server_header=False,
             h11_max_incomplete_event_size=32 << 10,
         )
+        server = _Server(config, self._feed)
+        # uvicorn raises the signal again once it has ended in order, for whoever had a handler before
+        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
         try:
-            uvicorn.Server(config).run(sockets=[self._socket])
-        except KeyboardInterrupt:  # uvicorn raises it again once it has ended in order
+            server.run(sockets=[self._socket])
+        except KeyboardInterrupt:  # as above
             pass
         finally:
             self._watch.close()
@@ -88,3 +97,16 @@ class Serving:
 
 def _say(message: str) -> None:
     print(f"ddpdebug: {message}", file=sys.stderr, flush=True)
+
+
+class _Server(uvicorn.Server):
+    """A server that lets those go that listen for events, for whose end it would wait."""
+
+    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
+        super().__init__(config)
+        self._feed = feed
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End."""
+        self._feed.end()
+        await super().shutdown(sockets)

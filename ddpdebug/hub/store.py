@@ -16,7 +16,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Table,
+    case,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    make_url,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -202,7 +216,8 @@ class Store:
             if size + len(data) > most or bytes_of_run + len(data) > MAX_RUN or len(there) >= MAX_FILES:
                 named.discard(piece.path)
                 continue
-            self._append(connection, key, piece.path, size, data)
+            if data:
+                self._append(connection, key, piece.path, size, data)
             there[piece.path] = Held(size + len(data), digest_of(data, digest))
             bytes_of_run += len(data)
             changed.add(piece.path)
@@ -442,15 +457,15 @@ class Store:
         """
         statement = select(*_SHOWN).order_by(run.c.key.desc()).limit(limit)
         if states_ := filters.get("state"):
-            statement = statement.where(run.c.state.in_(str(states_).split(",")))
+            statement = statement.where(run.c.state.in_(derived.text(states_).split(",")))
         if codes := filters.get("code"):
-            found = select(finding.c.run).where(finding.c.code.in_(str(codes).split(",")))
+            found = select(finding.c.run).where(finding.c.code.in_(derived.text(codes).split(",")))
             statement = statement.where(run.c.key.in_(found))
         for name in ("owner", "job", "name"):
             if (value := filters.get(name)) is not None:
-                statement = statement.where(run.c[name] == str(value))
+                statement = statement.where(run.c[name] == derived.text(value))
         if before := filters.get("before"):
-            statement = statement.where(run.c.key < str(before))
+            statement = statement.where(run.c.key < derived.text(before))
         if (since := filters.get("changed")) is not None:
             statement = statement.where(run.c.changed > since)
         with self.read() as connection:
@@ -488,7 +503,7 @@ class Store:
             .limit(limit)
         )
         if code:
-            statement = statement.where(finding.c.code.in_(code.split(",")))
+            statement = statement.where(finding.c.code.in_(derived.text(code).split(",")))
         with self.read() as connection:
             rows = connection.execute(statement).mappings().all()
         return [{**_without(row, "document"), "finding": json.loads(row["document"])} for row in rows]
@@ -528,7 +543,8 @@ class Store:
             select(chunk.c.start, chunk.c.data).where(mine, chunk.c.start >= first).order_by(chunk.c.start)
         ).all()
         if not rows:
-            return None
+            known = connection.execute(select(file.c.path).where(file.c.run == key, file.c.path == path)).first()
+            return None if known is None else b""
         return b"".join(bytes(data) for _, data in rows)[start - rows[0][0] :]
 
     @contextmanager
@@ -613,6 +629,9 @@ def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = No
 
 def _engine(place: str | Path) -> Engine:
     if "://" in str(place):
+        kind = make_url(str(place)).get_backend_name()
+        if kind not in {"sqlite", "postgresql"}:
+            raise UsageError(f"a hub keeps its runs in SQLite or Postgres, not in {kind}")
         engine = create_engine(str(place), pool_pre_ping=True)
     else:
         path = Path(place)
@@ -623,8 +642,6 @@ def _engine(place: str | Path) -> Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
-    elif engine.dialect.name != "postgresql":
-        raise UsageError(f"a hub keeps its runs in SQLite or Postgres, not in {engine.dialect.name}")
     return engine
 
 

@@ -157,6 +157,7 @@ class Mirror:
             send: sends pieces, and returns what the other side has then: of these files, or of all of the run's.
         """
         if not self._met:
+            self._sent.clear()
             self.learn(send([], True))
             self._met = True
         sent, fine = 0, True
@@ -181,6 +182,7 @@ class Mirror:
             OSError: it cannot be read.
         """
         self._look()
+        self._sent.clear()  # of a batch that did not arrive nothing is known
         paths = self._paths()
         found = [Piece(path, gone=True) for path in self._there.keys() - paths if _SEGMENT.fullmatch(path)]
         for gone in found:

@@ -138,7 +138,7 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
         ]
     short, long = [], []
     shown = {k: v for k, v in evidence.items() if k not in _APART and v is not None and v not in ({}, [], "")}
-    if (sides := evidence.get(UNDECIDED)) and all(isinstance(side, list) for side in sides):
+    if (sides := evidence.get(UNDECIDED)) and _are_ranks(sides):
         short.append(" against ".join(map(ranks_text, sides)))
     for key, value in list(shown.items())[:_MAX_EVIDENCE]:
         label = clean(key, 60).replace("_", " ")
@@ -153,6 +153,12 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     more = len(shown) - _MAX_EVIDENCE
     tail = [f"and {more} more in the run directory"] if more > 0 else []
     return ([SEPARATOR.join(short)] if short else []) + long + tail
+
+
+def _are_ranks(sides: object) -> bool:
+    """Tell whether a value, of a file that may be damaged, is groups of ranks."""
+    groups = sides if isinstance(sides, list | tuple) else [None]
+    return all(isinstance(side, list | tuple) and all(type(rank) is int for rank in side) for side in groups)
 
 
 def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:

@@ -29,7 +29,9 @@ async def _note(request: Request) -> Response:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    return create(Store(tmp_path / "hub.sqlite"), Auth(WRITE, READ), pages=[Route("/n", _note, methods=["GET", "POST"])])
+    return create(
+        Store(tmp_path / "hub.sqlite"), Auth(WRITE, READ), pages=[Route("/n", _note, methods=["GET", "POST"])]
+    )
 
 
 @pytest.fixture
@@ -97,7 +99,9 @@ def test_tokens(gate: Gate, headers: dict[str, str], body: bytes | None, status:
     assert ask(gate, "/n", headers, body)[0] == status
 
 
-@pytest.mark.parametrize("path", ["/api/v1/runs", "/api/v1/findings", "/api/v1/events", "/sd", "/metrics", "/", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/api/v1/runs", "/api/v1/findings", "/api/v1/events", "/sd", "/metrics", "/", "/nothing"]
+)
 def test_nothing_without_a_token(gate: Gate, path: str) -> None:
     """Nothing but the state of health and the page to log in is seen without a token, not even what there is."""
     status, headers, _ = ask(gate, path)
@@ -166,7 +170,9 @@ def test_headers(gate: Gate) -> None:
         assert found["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize(("write", "read"), [("short", None), (None, READ), (WRITE, WRITE), ("ü" * 20, None), (WRITE, "x")])
+@pytest.mark.parametrize(
+    ("write", "read"), [("short", None), (None, READ), (WRITE, WRITE), ("ü" * 20, None), (WRITE, "x")]
+)
 def test_tokens_that_are_none(write: str | None, read: str | None) -> None:
     """Tokens that can be guessed, or that mean two things, are refused in words."""
     with pytest.raises(UsageError, match="DDPDEBUG_HUB"):

@@ -225,6 +225,9 @@ def test_a_group_says_what_its_runs_have_in_common(hub: Hub) -> None:
     assert "Diagnosis." in seen(hub, "/groups/RANK104%20lr")
     assert "r00003" in seen(hub, "/groups/RANK104%20lr")
     assert hub.site.get("/groups/nothing").status == 404
+    hub.add(MadeUp(run="long", findings=[finding("NUM301", subject=(f"{'x' * 299} {'y' * 299}/{'z' * 299}",))]))
+    links = re.findall(r'href="(/groups/NUM[^"]+)"', hub.site.get("/groups").text)
+    assert [hub.site.get(link).status for link in links] == [200]
 
 
 def test_a_group_is_acknowledged_until_it_is_seen_again(hub: Hub) -> None:

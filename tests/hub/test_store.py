@@ -142,9 +142,26 @@ def test_gap_is_not_filled(store: Store) -> None:
     assert both == {"steps.bin": Held(8, digest_of(b"01234567"))}
 
 
+def test_empty_files(store: Store) -> None:
+    """A file that is empty at first grows like any other one."""
+    assert store.receive(_RUN.key, "push", [Piece("findings.jsonl")]) == {"findings.jsonl": Held(0, digest_of(b""))}
+    assert store.content(_RUN.key, "findings.jsonl") == b""
+    store.receive(_RUN.key, "push", [Piece("findings.jsonl", 0, b"{}")])
+    assert store.content(_RUN.key, "findings.jsonl") == b"{}"
+    assert store.content(_RUN.key, "steps.bin") is None
+
+
 def test_only_files_of_runs(store: Store) -> None:
     """A path that is no mirrored file of a run is not taken, whatever it looks like."""
-    names = ("../run.json", "/etc/passwd", "ranks/../run.json", "ranks/01/place.json", "steps.bin\n", "bundles/x", "x" * 9)
+    names = (
+        "../run.json",
+        "/etc/passwd",
+        "ranks/../run.json",
+        "ranks/01/place.json",
+        "steps.bin\n",
+        "bundles/x",
+        "x" * 9,
+    )
     assert store.receive(_RUN.key, "push", [Piece(name, 0, b"x") for name in names]) == {}
     for key in ("../x", "20261121T080000Z-", "20269921T080000Z-aa", "x' OR '1'='1", ""):
         with pytest.raises(NotWantedError):

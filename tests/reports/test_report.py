@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import math
 import random
 import re
@@ -11,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from ddpdebug.commands import main
 from ddpdebug.disk import Disk
 from ddpdebug.progress.black_box import BlackBox
 from ddpdebug.reports.html import duration, heat_map, lines, timeline
 from ddpdebug.reports.pace import ROWS, SPANS, PaceHistory
-from ddpdebug.reports.page import report
+from ddpdebug.reports.page import finding_article, report
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
@@ -162,6 +164,24 @@ def test_hostile_names_stay_text_and_nothing_is_loaded(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert "default-src 'none'" in text
     assert not re.search(r"url\(|@import", text)
+
+
+_NAMES = ("0", "1", "shape", "value", "name", "dtype", "min", "zeros", "nan", "2-3")
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+_KEYS = ("hang", "undecided_between", "missing", "waiting", "calls", "difference", "waited_seconds", "stacks", "error",
+         "collectives_so_far", "ended_after_seconds", "bundle", "values", "x")  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(_KEYS), _VALUES, max_size=5), st.sampled_from(["HANG501", "RANK101"]))
+def test_a_finding_with_any_evidence_is_shown(evidence: dict[str, object], code: str) -> None:
+    """A run directory may be damaged, or come from anybody."""
+    line = json.dumps({"code": code, "title": "t", "severity": "critical", "evidence": evidence})
+    assert Elements(finding_article(Finding.from_json(line))).open == []
 
 
 @pytest.mark.parametrize("steps", [0, 1])
