@@ -7,6 +7,7 @@ hosts they hear through the job's store, where the lowest rank of each tells of 
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections import deque
@@ -70,7 +71,8 @@ class SeenRanks:
         hosts_store: bool,
         every: float,
     ) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, here = rank, world, os.environ.get("LOCAL_WORLD_SIZE", "")
+        self._hosts = max(1, world // int(here)) if here.isdecimal() and int(here) else world
         self._is_one_of_many, self.stale = are_many(world), max(_STALE_SECONDS, 2.5 * every)
         self._disk, self._folder, self._watcher = disk, folder, watcher
         self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
@@ -172,7 +174,8 @@ class SeenRanks:
         if rank in self._on_host:
             return self._on_host[rank]
         node, own = self._nodes.get(rank), self._nodes.get(self.rank)
-        if node is None and self._is_one_of_many and abs(rank - self.rank) > _NEAR_RANKS:
+        far = abs(rank - self.rank) > _NEAR_RANKS and (rank - self.rank) % self._hosts  # dealt out host by host
+        if node is None and self._is_one_of_many and far:
             return False  # a thousand ranks would read a thousand files each
         return (node is None or own is None or node == own) and now >= self._look_again.get(rank, 0.0)
 
