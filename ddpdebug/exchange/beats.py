@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 EVERY_SECONDS = 1.0
@@ -25,11 +25,20 @@ _CALL_SECONDS = datetime.timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a rank has set last: `since` when that is known, and whether it has changed since reading began."""
+    """What a rank has set last: `since` when that is known, and whether it has changed since reading began.
+
+    Args:
+        read: when it was looked at last; of many ranks each one only now and then.
+    """
 
     value: bytes
     since: float
     lives: bool
+    read: float
+
+    def unchanged(self, now: float) -> float:
+        """Return for how many seconds it is known not to have changed."""
+        return min(now, self.read + EVERY_SECONDS) - self.since
 
 
 class Beats:
@@ -50,6 +59,7 @@ class Beats:
         self._until = 0.0
         self._pending: float | None = None
         self._heard: dict[int, Heard] = {}
+        self._missed: dict[int, float] = {}  # rank that had set nothing -> when it was looked for last
         self._began = 0.0
         self.is_over = False  # the store has failed
 
@@ -59,7 +69,7 @@ class Beats:
         if self.is_over:
             return
         if now > self._until or self._thread is None:
-            self._heard, self._began = {}, now
+            self._heard, self._missed, self._began = {}, {}, now
         self._until = now + _REST_SECONDS
         if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=self._run, name="ddpdebug-beats", daemon=True)
@@ -70,6 +80,10 @@ class Beats:
     def heard(self) -> dict[int, Heard]:
         """Return what has been read since this began."""
         return dict(self._heard)
+
+    def missed(self) -> dict[int, float]:
+        """Return which ranks have set nothing, and when that was seen last."""
+        return dict(self._missed)
 
     def unanswered(self) -> float:
         """Return for how long the store has not answered a call."""
@@ -110,11 +124,14 @@ class Beats:
         chosen = (asked[start:] + asked[:start])[:MOST_READ]
         self._next = start + len(chosen)
         there = [rank for rank in chosen if store.check([f"{prefix}/{rank}"])]
-        self._pending = time.monotonic()
+        self._pending = now = time.monotonic()
+        self._missed |= dict.fromkeys(set(chosen) - set(there), now)
         for rank, value in zip(there, store.multi_get([f"{prefix}/{rank}" for rank in there]), strict=True):
             self._note(rank, bytes(value))
 
     def _note(self, rank: int, value: bytes) -> None:
-        known = self._heard.get(rank)
+        known, now = self._heard.get(rank), time.monotonic()
         if known is None or known.value != value:
-            self._heard[rank] = Heard(value, time.monotonic(), lives=known is not None)
+            self._heard[rank] = Heard(value, now, lives=known is not None, read=now)
+        else:
+            self._heard[rank] = replace(known, read=now)

@@ -400,6 +400,9 @@ class ManyRanks:
         self.whole = WholeSteps(world, self._want, clock, calls.curious)
         self.allowance = Allowance(clock)
         self.left_out = 0  # steps that were not judged
+        self.announced: dict[
+            str, dict[str, Any]
+        ] = {}  # topic -> what this rank has told the one that judges; any thread
         self._calls, self._used = calls, used
         self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
         self._members: tuple[int, ...] = ()

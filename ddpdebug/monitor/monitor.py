@@ -189,7 +189,6 @@ class Monitor:
         self._exchange: Exchange | None = None
         self._store: Any = None
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
-        self._announced: dict[str, dict[str, Any]] = {}  # by topic, to the one of very many that judges
         self._troubles: list[Trouble] = []
         # of `_troubles` and `_has_sinks`, for any thread may be in trouble; and of `_diagnosis`: two of ours may use it
         # once the ranks cannot talk
@@ -746,12 +745,12 @@ class Monitor:
         topic = str(message.get("topic")) if message["kind"] == "fact" else ""
         of_few = topic not in _FOR_ALL if topic else message["kind"] in _REPORTS
         if topic and of_few and self._many is not None and scope_of(topic) is Scope.ALL_RANKS:
-            self._announced[topic] = message
+            self._many.announced[topic] = message
         return self._exchange.say(message, report=of_few)
 
     def _announce_again(self) -> None:
         """Tell the rank that judges from now on what the one before knew of this rank."""
-        for message in list(self._announced.values()):
+        for message in () if self._many is None else list(self._many.announced.values()):
             self._deliver(message)
 
     def _account(self) -> RankCoverage:

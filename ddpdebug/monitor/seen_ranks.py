@@ -7,6 +7,7 @@ hosts they hear through the job's store, where the lowest rank of each tells of 
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections import deque
@@ -34,6 +35,8 @@ from ddpdebug.schema.wire import from_json, to_json
 _STALE_SECONDS = 4.0
 #: How old a sign of life may be.
 _SIGN_SECONDS = 4.0
+#: So long after a gather began not to be answered every rank that lives has set its sign in the store.
+_SET_SECONDS = 8.0
 #: A rank of which nobody knows whether it runs on this host is looked for again after so many seconds.
 _AGAIN_SECONDS = 2.0
 NO_PROCESS = "there is no process any more"
@@ -68,7 +71,8 @@ class SeenRanks:
         hosts_store: bool,
         every: float,
     ) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, here = rank, world, os.environ.get("LOCAL_WORLD_SIZE", "")
+        self._hosts = max(1, world // int(here)) if here.isdecimal() and int(here) else world
         self._is_one_of_many, self.stale = are_many(world), max(_STALE_SECONDS, 2.5 * every)
         self._disk, self._folder, self._watcher = disk, folder, watcher
         self._beats, self._hosts_store, self._beat = beats, hosts_store, 0
@@ -170,7 +174,8 @@ class SeenRanks:
         if rank in self._on_host:
             return self._on_host[rank]
         node, own = self._nodes.get(rank), self._nodes.get(self.rank)
-        if node is None and self._is_one_of_many and abs(rank - self.rank) > _NEAR_RANKS:
+        far = abs(rank - self.rank) > _NEAR_RANKS and (rank - self.rank) % self._hosts  # dealt out host by host
+        if node is None and self._is_one_of_many and far:
             return False  # a thousand ranks would read a thousand files each
         return (node is None or own is None or node == own) and now >= self._look_again.get(rank, 0.0)
 
@@ -226,7 +231,7 @@ class SeenRanks:
         assert beats is not None
         near = {rank: one for rank, one in seen.items() if rank in here and (one.silent or one.left)} if speaks else {}
         heard = beats.heard()
-        fresh = [rank for rank, one in heard.items() if one.lives and now - one.since < _SIGN_SECONDS]
+        fresh = [rank for rank, one in heard.items() if one.lives and one.unchanged(now) < _SIGN_SECONDS]
         lower = [rank for rank in elsewhere if rank < self.rank]
         if not speaks:
             asked: list[int] = []
@@ -242,13 +247,16 @@ class SeenRanks:
             if self._hosts_store and 0 in elsewhere:
                 seen[0] = replace(seen[0], silent=silent, unknown=True)
             return
+        missed, began = beats.missed(), now - seconds  # of very many ranks each one is looked for only now and then
         for rank in elsewhere:
             if rank in asked and rank in heard:
                 one = heard[rank]
-                unchanged = now - one.since
+                unchanged = one.unchanged(now)
                 since = unchanged if one.lives or unchanged < _SIGN_SECONDS else seconds
                 self._hear_beat(seen, rank, one.value, since)
-            elif rank in asked and seconds >= RUNNING_SECONDS and not (seen[rank].kernel or seen[rank].left):
+            elif seconds < RUNNING_SECONDS or rank not in asked or missed.get(rank, 0.0) - began < _SET_SECONDS:
+                continue
+            elif not (seen[rank].kernel or seen[rank].left):
                 seen[rank] = Seen(progress=self.looks.get(rank, (None,))[0], silent=seconds, unknown=True)
 
     def _hear_beat(self, seen: dict[int, Seen], rank: int, value: bytes, since: float) -> None:

@@ -220,9 +220,9 @@ class Pair:
             found.append(f"files: {self.files[0]} became {self.files[1]}")
         if self.situation.watched and not self.steps and not found:
             found.append("no step was watched: the comparison means nothing")
-        elif self.tree and self.situation.watched and self.situation.ranks > 1 and not found:
-            if not any(OVER_A_TREE in result["err"] for result in self.attached):
-                found.append("the ranks did not talk over a tree")
+        talk = self.tree and self.situation.watched and self.situation.ranks > 1 and not found
+        if talk and not any(OVER_A_TREE in result["err"] for result in self.attached):
+            found.append("the ranks did not talk over a tree")
         if self.situation.options.get("parts") == "all" and self.said:
             found.append(f"switched off: {', '.join(self.said)}")
         return found
@@ -337,9 +337,7 @@ def _forked_jobs(
     return jobs
 
 
-def _run_forked(
-    chosen: list[Situation], folder: Path, *, twice: bool, tree: bool, options: list[str]
-) -> list[Pair]:
+def _run_forked(chosen: list[Situation], folder: Path, *, twice: bool, tree: bool, options: list[str]) -> list[Pair]:
     """Run situations one after the other, each forked from one process that has loaded torch."""
     if not chosen:
         return []

@@ -121,7 +121,13 @@ CASES: dict[str, tuple[list[str], Any, dict[str, str], str, bool]] = {
     "a rank comes late": (_FAULT, [], {"1": _LATE}, "", True),
     "a rank gives up": (_FAULT, [], {"1": _GIVES_UP}, "rank 1 has given up: RuntimeError: boom", True),
     "nonsense for rows": (_FAULT, [], {"1": _NONSENSE}, "a row of rank 1 ", True),
-    "a rank gives up, over a tree": (_FAULT, [], {"1": _GIVES_UP_TREE}, "rank 1 has given up: RuntimeError: boom", True),
+    "a rank gives up, over a tree": (
+        _FAULT,
+        [],
+        {"1": _GIVES_UP_TREE},
+        "rank 1 has given up: RuntimeError: boom",
+        True,
+    ),
     "nonsense for rows, over a tree": (_FAULT, [], {"1": _NONSENSE}, "row of rank 1 ", True),
     "what JSON cannot say": (_FAULT, [], {"1": _CIRCLE}, "message:fact of rank 1 ", True),
     "a store without a clone": (

@@ -141,8 +141,30 @@ def test_black_boxes_of_far_ranks_are_not_looked_for(tmp_path: Path, monkeypatch
     """A thousand ranks that lie on one file system would read a million files together."""
     read: list[int] = []
     monkeypatch.setattr(seen_ranks.black_box, "read", lambda path, **_: read.append(int(path.parent.name)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     Rank(500, _WORLD, tmp_path).watch.unanswered(3.0)
-    assert sorted(read) == [rank for rank in range(436, 565) if rank != 500]
+    near = [rank for rank in range(436, 565) if rank != 500]
+    assert sorted(read) == near
+    read.clear()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of 128 hosts: these may be of this one as well
+    Rank(500, _WORLD, tmp_path).watch.unanswered(3.0)
+    assert sorted(read) == sorted([*near, 116, 244, 372, 628, 756, 884, 1012])
     read.clear()
     Rank(0, 64, tmp_path).watch.unanswered(3.0)
     assert sorted(read) == list(range(1, 64))
+
+
+def test_who_was_looked_for_too_early_is_not_silent(clock: Clock) -> None:
+    """Of very many ranks each one's sign in the store is looked for every half minute only."""
+
+    class Signs:
+        is_over = False
+        heard, missed = dict, staticmethod(lambda: {500: clock.now - 18.0, 600: clock.now - 2.0})
+        unanswered, keep = staticmethod(lambda: 0.0), staticmethod(lambda *_: None)
+
+    ranks = Rank(0, 8192).watch._ranks
+    ranks._beats = Signs()  # type: ignore[assignment]  # has what is used
+    ranks.looks[0] = RankProgress(rank=0), clock.now
+    seen = {rank: Seen() for rank in range(8192)}
+    ranks.hear_beats(seen, {0}, list(range(8, 8192)), 20.0, clock.now, speaks=True)
+    assert [rank for rank, one in seen.items() if one.silent] == [600]

@@ -98,10 +98,19 @@ def _left(kind: str, says: str, **more: Any) -> Fault:
 _KILLED = "killed by SIG|no process any more"
 #: How torch tells of a worker that was killed, by who sees it first: the signal's handler, the loader, the queue.
 _WORKER = r"worker \(pid.* (is killed by signal|exited unexpectedly)|ConnectionResetError"
-_ALSO_OF_MANY = frozenset(
-    "lock join stdin worker_stopped sigstop regex operation objects barrier not_called crossed new_group sigkill return "
-    "raise".split()
-)
+_IN_CALLS = ("operation", "objects", "barrier", "not_called", "crossed", "new_group")
+_ALSO_OF_MANY = {
+    *_IN_CALLS,
+    "lock",
+    "join",
+    "stdin",
+    "worker_stopped",
+    "sigstop",
+    "regex",
+    "sigkill",
+    "return",
+    "raise",
+}
 FAULTS = (
     _stuck("lock", "waits for a lock", quick=True),
     _stuck("lock", "waits for a lock", rank=0, world=4),
