@@ -9,9 +9,10 @@ judges keeps.
 
 With `--meeting` the ranks of each world meet, as threads, and what they ask of the store is counted; what that takes is
 the number by the time of one such call to a TCPStore, alone. With `--talk` the ranks of each world are processes that
-talk over gloo, flat and over the tree, and judge healthy steps: small worlds only. With `--process` one real process
-trains, first plain and then as a rank of so many: another process makes what comes from the others. In turn, so that
-both see the same machine.
+talk over gloo, flat and over the tree, and judge healthy steps: small worlds only. With `--process` real processes train
+in turn, so that all see the same machine: plain, plain again, which is the noise, as one of two ranks, and as a rank of
+so many that judges, or does not. What comes from the others another process makes, and of two ranks the other says what
+this one does. Printed are ratios to the plain process in the same round: the median of the rounds, and the quartiles.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import argparse
 import base64
 import datetime
 import json
+import math
 import multiprocessing
 import os
 import random
 import statistics
+import struct
 import tempfile
 import threading
 import time
@@ -44,16 +47,20 @@ from torch.distributed import FileStore, HashStore, TCPStore
 
 from ddpdebug.config.settings import Config
 from ddpdebug.diagnosis.engine import Diagnosis
-from ddpdebug.exchange import ticks
+from ddpdebug.diagnosis.reporter import Reporter, utc
 from ddpdebug.exchange.meeting import RollCall
-from ddpdebug.exchange.partial import Partial, StepPart
+from ddpdebug.exchange.partial import Message, Partial, StepPart, set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
+from ddpdebug.exchange.ticks import BATCH_ROWS, IDLE_SECONDS, Group, Tick
 from ddpdebug.exchange.tree import Circle, Tree, circles, packed, unpacked
-from ddpdebug.monitor.many_ranks import PartAssembler, chosen_step, fault_of_part
+from ddpdebug.monitor.many_ranks import Calls, ManyRanks, PartAssembler, chosen_step, fault_of_part
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.sampling import Schedule
+from ddpdebug.run_directory.reader import FINDINGS
+from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.announcements import read_announcement
-from ddpdebug.schema.row import DIGESTS, ROW_BYTES, Flag, Row, decode, encode
+from ddpdebug.schema.row import DIGESTS, LAYOUT_VERSION, ROW_BYTES, Flag, Row, decode, encode
+from ddpdebug.sinks import RunStarted
 from ddpdebug.torch_internals import GlooGroup
 
 #: Of processes that talk.
@@ -276,7 +283,7 @@ def _talk_flat(
     assembler, head = Assembler(size), bytes(_HEADER_BYTES)
 
     def take(data: bytes) -> None:
-        gathered = group.gather((head + data).ljust(len(head) + ticks.BATCH_ROWS * ROW_BYTES, b"\0"))
+        gathered = group.gather((head + data).ljust(len(head) + BATCH_ROWS * ROW_BYTES, b"\0"))
         came.append(sum(map(len, gathered)))
         for other, given in enumerate(gathered):
             read = decode(given[len(head) : len(head) + ROW_BYTES])
@@ -318,6 +325,12 @@ def _talk_over_a_tree(
     return take
 
 
+def as_of(row: Row, rank: int, **fields: Any) -> bytes:
+    """Return a healthy rank's row like another rank's: equal but for what each has of its own."""
+    own = {name: hash((name, rank, getattr(row, name))) & ((1 << 63) - 1) for name in _OF_ONE if getattr(row, name)}
+    return encode(row._replace(rank=rank, **own, **fields))
+
+
 class Others:
     """All other ranks of the one that trains, as it hears them; in a process of its own."""
 
@@ -325,6 +338,7 @@ class Others:
         self.size, self.rank = size, rank
         self._draw = random.Random(size)  # noqa: S311 - no secret
         self._wanted: list[tuple[int, int, bool]] = []
+        self._asked: list[dict[str, Any]] = []
         self._groups = circles(range(size), rank)
         self._row = Row()
 
@@ -342,9 +356,9 @@ class Others:
             above = led[place + 1].members[1] if place + 1 < len(led) else self.size
             parts.append(self._part(own, list(range(first + 1, above))))
             del circle
-        self._wanted = [
-            tuple(message["key"]) for message in map(_message, own.messages) if message.get("kind") == "rows"
-        ]
+        said = list(map(_message, own.messages))
+        self._wanted = [tuple(message["key"]) for message in said if message.get("kind") == "rows"]
+        self._asked = [message for message in said if message.get("kind") == "ask"]
         if not led:
             parts[0].merge(own)
         return [packed(part) for part in parts]
@@ -355,17 +369,28 @@ class Others:
         for key, part in own.steps.items():
             row = decode(next(iter(part.rows().values())))
             mine = StepPart()
-            mine.add(encode(row._replace(rank=ranks[0])), mask)
+            mine.add(as_of(row, ranks[0]), mask)
             for rank in self._draw.sample(ranks, min(6, len(ranks))):
-                changed = {"step_seconds": row.step_seconds * self._draw.uniform(0.98, 1.02), "rank": rank}
-                mine.look(encode(row._replace(**changed)))
+                mine.look(as_of(row, rank, step_seconds=row.step_seconds * self._draw.uniform(0.98, 1.02)))
             found.steps[key] = mine
         for optimizer, step, _ in self._wanted:
             for rank in ranks:
-                data = encode(self._row._replace(rank=rank, step=step, optimizer=optimizer))
-                text = json.dumps({"kind": "row", "row": base64.b64encode(data).decode()})
-                found.reports.append((1 << rank, zlib.compress(text.encode(), 1)))
+                data = as_of(self._row, rank, step=step, optimizer=optimizer)
+                found.reports.append(report(rank, kind="row", row=base64.b64encode(data).decode()))
+        for message in self._asked:
+            found.reports += [no_detail(rank, message) for rank in message["ranks"] if mask >> rank & 1]
         return found
+
+
+def report(rank: int, **message: Any) -> Message:
+    """Return what a rank says to the one that judges."""
+    return 1 << rank, zlib.compress(json.dumps(message).encode(), 1)
+
+
+def no_detail(rank: int, asked: dict[str, Any]) -> Message:
+    """Return the answer of a rank that cannot tell what it is asked."""
+    place = {name: asked[name] for name in ("optimizer", "step", "last")}
+    return report(rank, kind="detail", **place, detail=asked["kind_of"], value=None)
 
 
 def _message(said: tuple[int, bytes]) -> dict[str, Any]:
@@ -431,18 +456,162 @@ class BelievingMonitor(Monitor):
         with mock.patch.multiple(dist, get_rank=lambda: rank, get_world_size=lambda: size):
             super()._begin(alone=alone)
 
-    def _connect(self, generation: int, members: tuple[int, ...]) -> Tree:
+    def _connect(self, generation: int, members: tuple[int, ...]) -> Group | Tree:
         self.schedule.follow(budget=self.config.budget, every_step=False)
-        return Tree(members, self.rank, self.room.member, NoWords())
+        return Echo(members) if self._many is None else Tree(members, self.rank, self.room.member, NoWords())
 
     def words(self) -> str:
         """Say how it went."""
         known, many = self._exchange, self._many
         assert known is not None
-        assert many is not None
         about = f"{known.state} {known.reason}, {known.ticks} ticks, {known.gathered_bytes} bytes came"
-        every = self.schedule.interval(1 << 30)
-        return f"  rank {self.rank}: {about}, {many.left_out} steps not judged, every {every} checked"
+        left_out, every = 0 if many is None else many.left_out, self.schedule.interval(1 << 30)
+        return f"  rank {self.rank} of {self.world}: {about}, {left_out} steps not judged, every {every}th checked"
+
+
+#: What is sought, by what one rank shows in a step: flags, other fields, and the flags of all ranks then.
+_FAULTS: dict[str, tuple[Flag, dict[str, Any], Flag, str]] = {
+    "a parameter that differs": (Flag(0), {"params_after_digest": 77}, Flag(0), "RANK101"),
+    "a NaN in its gradients": (Flag.LOCAL_GRADS_NONFINITE, {}, Flag.GRADS_NONFINITE, "NUM303"),
+}
+#: There and back between two ranks, in a network of a few hops.
+_HOP_SECONDS = 0.0002
+
+
+class Sighting:
+    """A fault on one rank, and how long until the line is in findings.jsonl: the clock of the steps is made up.
+
+    A tick begins when the last rank comes to it: ranks idle, unless one was busy as the last tick began, or they
+    foresee a question. It takes what each role took in this thread, one after the other, and a hop up and down on each
+    level. Real are what ranks say, how it is joined, the rank that judges and one other, and the file. Ranks have no
+    details of the step.
+    """
+
+    def __init__(self, world: World, fault: str, draw: random.Random, folder: Path) -> None:
+        self._world, self._draw, self._folder = world, draw, folder
+        self._flags, self._fields, self._of_all, self._code = _FAULTS[fault]
+        self._rank, self._at = draw.randrange(world.size), 204 + draw.randrange(4)
+        self._now = 0.0
+        self._diagnosis = Diagnosis(world=world.size, config={"world": world.size})
+        self._reporter = Reporter(self._write, utc)
+        self._sink = RunDirectory(folder, 0)
+        self._sink.write(
+            RunStarted(run_id="x", rank=0, world=world.size, directory=folder, config={}, versions={}, time=utc())
+        )
+        self._said: list[dict[str, Any]] = []
+        self._judge = self._member(0, self._said.append)
+        self._other = self._member(9, lambda _: None)
+        self._judge.limit(0.01)
+
+    def _write(self, record: Any) -> None:
+        self._sink.write(record)
+
+    def _member(self, rank: int, say: Callable[[dict[str, Any]], object]) -> ManyRanks:
+        diagnosis, judges = self._diagnosis, rank == 0
+        calls = Calls(
+            say=lambda kind, **fields: say({"kind": kind, **fields}),
+            learn=lambda _: None,
+            judge=lambda step: self._judge.ask(diagnosis.feed(step)),
+            show=lambda _: None,
+            report=lambda found: self._reporter.report(found) if judges else None,
+            adopt=lambda _: None,
+            curious=diagnosis.curious,
+            answer=lambda _: None,
+            tell=print,
+        )
+        return ManyRanks(rank, self._world.size, calls, clock=lambda: self._now)
+
+    def seconds(self, pace: float) -> float:
+        """Return how long it took after the end of the faulty step, at so many seconds a step."""
+        first, taken = 200, 200  # steps that ranks have taken, and said
+        begins, end = 0.0, -self._draw.random() * IDLE_SECONDS
+        hurried = busy = False
+        reports: list[Message] = []
+        while not (self._folder / FINDINGS).stat().st_size:
+            full = (taken + BATCH_ROWS - first) * pace  # when so many rows wait
+            self._now = end + 0.005 if hurried else max(end, min(end + IDLE_SECONDS, full))
+            newest = first + int((self._now - begins) / pace)
+            partials = [Partial(progress=newest, least=newest, most=newest) for _ in range(self._world.size)]
+            for step in range(taken, newest):
+                for rank, own in enumerate(partials):
+                    own.add_row(self._row(rank, step))
+            taken = newest
+            partials[0].messages = [(1, zlib.compress(json.dumps(said).encode(), 1)) for said in self._said]
+            self._said.clear()
+            for mask, data in reports:
+                partials[(mask & -mask).bit_length() - 1].reports.append((mask, data))
+            spent: dict[str, float] = {}
+            heard = self._world.tick(partials, spent, [0] * self._world.size)
+            levels = len(self._world.groups)
+            middle = max(0, levels - 2) * spent.get("leads a group", 0.0)
+            end = self._now + middle + sum(spent[role] for role in ("leads neighbours", "leads all", "hears"))
+            self._now = end = end + 2 * levels * _HOP_SECONDS
+            begun = time.thread_time()
+            reports, was_busy = self._hear(heard), busy
+            busy = self._judge.busy or self._diagnosis.busy or self._other.busy
+            hurried = was_busy or self._other.busy
+            end += time.thread_time() - begun
+        return end - (self._at + 1 - first) * pace
+
+    def _row(self, rank: int, step: int) -> bytes:
+        data = row(rank, step, self._draw)
+        if step < self._at:
+            return data
+        of_one = rank == self._rank
+        known = decode(data)
+        flags = Flag(known.flags) | self._of_all | (self._flags if of_one else Flag(0))
+        return encode(known._replace(flags=int(flags), **(self._fields if of_one else {})))
+
+    def _hear(self, heard: Partial) -> list[Message]:
+        """Let the ranks take a tick; return what is reported in the next."""
+        everyone, answers = tuple(range(self._world.size)), list[Message]()
+        for mask, data in heard.reports:
+            self._take(ranks_in_mask(mask), json.loads(zlib.decompress(data)))
+        for mask, data in heard.messages:
+            message = json.loads(zlib.decompress(data))
+            self._take(ranks_in_mask(mask), message)
+            if message["kind"] == "rows":
+                answers += [report(rank, kind="row", row=self._text(rank, message["key"])) for rank in everyone]
+            elif message["kind"] == "ask":
+                answers += [no_detail(rank, message) for rank in message["ranks"]]
+        tick = Tick((), (), everyone, heard.progress, 0, heard.steps)
+        for member in (self._other, self._judge):
+            member.take(tick)
+            member.work(last_states=False)
+        self._judge.found(self._diagnosis.tick())
+        self._judge.ask(self._diagnosis.requests())
+        return answers
+
+    def _take(self, ranks: tuple[int, ...], message: dict[str, Any]) -> None:
+        if message["kind"] == "detail":
+            for rank in ranks:
+                self._diagnosis.answer(rank, message["optimizer"], message["step"], message["detail"], None)
+        else:
+            self._judge.hear(ranks, message["kind"], message)
+
+    def _text(self, rank: int, key: list[Any]) -> str:
+        return base64.b64encode(self._row(rank, int(key[1]))).decode()
+
+
+def ranks_in_mask(mask: int) -> tuple[int, ...]:
+    """Return the ranks of a set of bits, ascending."""
+    return tuple(sorted(set_of(mask)))
+
+
+def sight(size: int, tries: int, pace: float = 0.3) -> None:
+    """Print how long it takes until a fault of one rank is found."""
+    world, draw = World(size), random.Random(size)  # noqa: S311 - no secret
+    for fault, (*_, code) in _FAULTS.items():
+        found = []
+        for _ in range(tries):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(Sighting(world, fault, draw, Path(folder) / "run").seconds(pace))
+        ordered = sorted(found)
+        most = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        about = (
+            f"{statistics.median(found):.2f} s in the median, {most:.2f} s in nine of ten, {ordered[-1]:.2f} s at most"
+        )
+        print(f"  {code}, {fault}: {about} of {tries}", flush=True)
 
 
 class NoWords:
@@ -453,6 +622,27 @@ class NoWords:
 
     def word(self) -> None:
         """Return nothing."""
+
+
+class Echo(NoWords):
+    """The side group of few ranks, of which each says what this one does."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self._members = members
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what all say: the rows have the rank in them, everything else is the same."""
+        if not data.startswith(struct.pack("<I", LAYOUT_VERSION)):
+            return [data for _ in self._members]  # messages
+        head = len(data) % ROW_BYTES
+        rows = [data[at : at + ROW_BYTES] for at in range(head, len(data), ROW_BYTES)]
+        return [
+            data[:head] + b"".join(as_of(decode(row), rank) if rank and any(row) else row for row in rows)
+            for rank in self._members
+        ]
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def train(pipe: Connection, size: int, rank: int, steps: int) -> None:
@@ -469,7 +659,7 @@ def train(pipe: Connection, size: int, rank: int, steps: int) -> None:
         monitor.install()
     layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(12)]
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
-    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(256, 512)
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(512, 512)
     while pipe.recv():
         spent = []
         for _ in range(steps):
@@ -484,27 +674,42 @@ def train(pipe: Connection, size: int, rank: int, steps: int) -> None:
     os._exit(0)  # the others do not leave
 
 
-def believe(size: int, rounds: int = 9, steps: int = 20) -> None:
-    """Print what a step takes of a process that is a rank of many against a plain one."""
+#: What is measured against a plain process: its world and its rank.
+_KINDS = {"plain": (1, 0), "plain again": (1, 0), "one of two": (2, 0)}
+#: Rounds in which all is looked at, as in the beginning of each job.
+_EARLY_ROUNDS = 5
+
+
+def believe(size: int, rounds: int = 13, steps: int = 16) -> None:
+    """Print what a step takes of a process that is a rank of many against a plain one.
+
+    Args:
+        steps: of a round; one of so many is checked in full.
+    """
     multiprocessing.set_start_method("spawn", force=True)
-    kinds = {"plain": (1, 0), "the rank that judges": (size, 0), "another rank": (size, 9)}
+    kinds = {**_KINDS, f"judges {size}": (size, 0), f"one of {size}": (size, 9)}
     processes = {}
     for name, (world, rank) in kinds.items():
         ours, theirs = multiprocessing.Pipe()
         multiprocessing.Process(target=train, args=(theirs, world, rank, steps)).start()
         processes[name] = ours
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    taken: dict[str, list[list[float]]] = {name: [] for name in kinds}
     for number in range(rounds):
         for name, pipe in processes.items():
             pipe.send(True)
-            spent = pipe.recv()
-            taken[name] += spent if number > 3 else []  # in the first steps all is looked at
-    plain = [statistics.median(column) for column in zip(*taken["plain"], strict=True)]
-    print(f"\na process that is one of {size} ranks, {(rounds - 4) * steps} steps of {plain[0] * 1e3:.0f} ms")
+            spent = [statistics.fmean(column) for column in zip(*pipe.recv(), strict=True)]
+            if number >= _EARLY_ROUNDS:
+                taken[name].append(spent)
+    plain = taken.pop("plain")
+    step = statistics.median(used for _, used in plain)
+    print(f"\n{rounds - _EARLY_ROUNDS} rounds of {steps} steps of {step * 1e3:.0f} ms of processor time")
     for name, spent in taken.items():
-        wall, used = (statistics.median(column) for column in zip(*spent, strict=True))
-        mean = statistics.fmean(each[1] for each in spent) / statistics.fmean(each[1] for each in taken["plain"])
-        print(f"  {name:<22} time x{wall / plain[0]:.3f}, processor time x{used / plain[1]:.3f} (mean x{mean:.3f})")
+        words = []
+        for clock, place in (("time", 0), ("processor time", 1)):
+            ratios = [own[place] / other[place] for own, other in zip(spent, plain, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            words.append(f"{clock} x{middle:.3f} [{low:.3f}, {high:.3f}]")
+        print(f"  {name:<14} {', '.join(words)}", flush=True)
     for pipe in processes.values():
         pipe.send(False)
 
@@ -516,6 +721,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--meeting", action="store_true", help="count what the store is asked")
     parser.add_argument("--talk", action="store_true", help="the ranks are processes on gloo, flat and over the tree")
+    parser.add_argument(
+        "--finding", type=int, default=0, help="tries of how long a fault of one rank takes to be found"
+    )
     parser.add_argument("--process", type=int, default=0, help="ranks of which one real process is one")
     arguments = parser.parse_args()
     if arguments.process:
@@ -529,6 +737,10 @@ def main() -> None:
                 )
                 rest = f"{costs['bytes']:.0f} bytes come, {costs['connecting']:.1f} s to connect"
                 print(f"{size} ranks, {name}: {times}, {rest}")
+            continue
+        if arguments.finding:
+            print(f"\na fault of one rank of {size}, at a step each 0.3 s")
+            sight(size, arguments.finding)
             continue
         result = measure(size, arguments.steps)
         print(f"\n{size} ranks, {result['levels']} levels, at most {result['connections']} connections")

@@ -152,12 +152,7 @@ class RollCall:
             if token and not said and poll % _LOOK_AGAIN:
                 continue  # rank 0 says where it begins again, and now and then it is another process
             if token or self._store.check([key]):
-                answer = json.loads(self._store.get(key))
-                if "refused" in answer:
-                    raise ConnectionError(str(answer["refused"]))
-                if answer["token"] != token:
-                    token, self.settings = str(answer["token"]), dict(answer["settings"])
-                    self._store.add(f"{self._base}/{token}/here", 1)
+                token = self._accept(key, token)
                 continue
             self._waiting.missing = (0,)
             if not looked and now - started > _OLD_SECONDS:
@@ -167,6 +162,16 @@ class RollCall:
                 queued = now
                 self._queue_up()
         raise AssertionError  # polls do not end by themselves
+
+    def _accept(self, key: str, token: str) -> str:
+        """Return the token of rank 0's answer; where it is a new one, say that this rank has it."""
+        answer = json.loads(self._store.get(key))
+        if "refused" in answer:
+            raise ConnectionError(str(answer["refused"]))
+        if answer["token"] != token:
+            token, self.settings = str(answer["token"]), dict(answer["settings"])
+            self._store.add(f"{self._base}/{token}/here", 1)
+        return token
 
     def _look_for_older(self, missing: Sequence[int]) -> None:
         """Raise ConnectionError where ranks that have not come run version 0.1.0, which knows another place to meet."""

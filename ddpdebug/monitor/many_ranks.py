@@ -238,7 +238,7 @@ class WholeSteps:
         """Take the next step."""
         parked = _Parked(key, step, part.ranks)
         self._parked.append(parked)
-        if self._wants(key, part, step):
+        if self.wants(key, part, step):
             parked.rows = {}
             self._ask(key)
 
@@ -274,7 +274,8 @@ class WholeSteps:
         """Tell whether rows are waited for."""
         return bool(self._parked)
 
-    def _wants(self, key: Key, part: StepPart, step: Step) -> bool:
+    def wants(self, key: Key, part: StepPart, step: Step) -> bool:
+        """Tell, once of each step, whether its rows of all ranks are wanted."""
         now = self._clock()
         kinds = frozenset((members, decode(data).flags & _GRAVE) for members, data in part.classes.values())
         place = key[0], key[2]
@@ -398,6 +399,8 @@ class ManyRanks:
         self.rank, self.world, self.judges = rank, world, rank == 0
         self.parts, self.rows = PartAssembler(), Rows()
         self.whole = WholeSteps(world, self._want, clock, calls.curious)
+        # what the judge sees all hear: who foresees its question does not idle for a second before it hears that
+        self._foreseen = WholeSteps(world, lambda _: None, clock)
         self.allowance = Allowance(clock)
         self.left_out = 0  # steps that were not judged
         self.announced: dict[
@@ -407,7 +410,7 @@ class ManyRanks:
         self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
         self._members: tuple[int, ...] = ()
         self._everyone = 0
-        self._doubted = False
+        self._doubted = self._is_expecting = False
 
     def limit(self, share: float) -> None:
         """Bound the share of the run's time that judging takes; the rows of all ranks may take half of it besides."""
@@ -415,8 +418,8 @@ class ManyRanks:
 
     @property
     def busy(self) -> bool:
-        """Tell whether the judge waits for rows of the others."""
-        return self.judges and self.whole.waiting
+        """Tell whether the judge waits for rows of the others, or is likely to ask this rank at once for its own."""
+        return self.whole.waiting if self.judges else self._is_expecting
 
     def take(self, tick: Tick) -> None:
         """Take what all ranks have said of their steps."""
@@ -441,13 +444,16 @@ class ManyRanks:
         Args:
             last_states: no more of these come.
         """
+        self._is_expecting = False
         for key, part in self.parts.ready(self._everyone, last_states=last_states):
             step = chosen_step(key, part, self.world)
             if not step.any(Flag.LAST_STATE):
                 self._calls.learn(step)
             if self.judges:
                 self.whole.add(key, part, step)
-            elif not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
+                continue
+            self._is_expecting |= self._foreseen.wants(key, part, step)
+            if not step.any(Flag.LAST_STATE):  # its own metrics are of its own row
                 rows = dict(sorted({**step.rows, **self.rows.own(key)}.items()))
                 self._calls.show(replace(step, rows=rows))
         for step in self.whole.ready():

@@ -325,7 +325,7 @@ def test_waiting_costs_a_look_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_has_its_answer_asks_for_one_key_and_hears_of_another_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All ranks wait so for the slowest; a process that comes in rank 0's place does not know whom that has answered."""
+    """So all wait for the slowest; a process that comes in rank 0's place does not know whom that one has answered."""
     now, store = [0.0], Counting(HashStore())
 
     class Clock:
@@ -338,8 +338,8 @@ def test_a_rank_that_has_its_answer_asks_for_one_key_and_hears_of_another_rank_0
         @staticmethod
         def sleep(seconds: float) -> None:
             token = "a" if now[0] < 20 else "b"
-            key = f"ddpdebug/meeting/1/answer/{roll._nonce}"  # noqa: SLF001 - as rank 0 knows it
-            store._store.set(key, json.dumps({"token": token, "settings": {}}))  # noqa: SLF001 - uncounted
+            key = f"ddpdebug/meeting/1/answer/{roll._nonce}"
+            store._store.set(key, json.dumps({"token": token, "settings": {}}))
             now[0] += seconds
 
     monkeypatch.setattr(meeting, "time", Clock)

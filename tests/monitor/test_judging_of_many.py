@@ -177,3 +177,35 @@ def test_steps_that_could_not_come_any_more_are_nobodys() -> None:
     left.tick(_part(100), _part(101, range(40)))
     left.many.rest(complete=False)
     assert [step.step for step in left.judged] == [100, 101]
+
+
+def _parted(step: int, odd: int) -> tuple[Key, StepPart]:
+    whole = Partial()
+    for rank in _ALL:
+        whole.add_row(encode(Row(rank=rank, step=step, params_after_digest=2 if rank == odd else 1, **_LOCAL)))
+    ((key, part),) = whole.steps.items()
+    return key, part
+
+
+def test_a_rank_that_foresees_the_judges_question_does_not_idle() -> None:
+    """All hear that the ranks part: whom the judge then asks for its row would hear that a second later."""
+    judge, other = _Rank(0), _Rank(9)
+    for step in range(100, 130):
+        judge.now = other.now = 0.3 * step
+        part = _parted if step in {110, 120} else lambda step, odd: _part(step)
+        judge.tick(part(step, odd=5))
+        other.tick(part(step, odd=5))
+        assert other.many.busy == (step in {110, 120})
+    assert judge.said == ["rows", "rows"]
+    assert other.said == []
+
+
+def test_ranks_that_part_in_each_step_idle_as_before() -> None:
+    """It may be right that they differ, and no rank is hurried more often than the judge asks."""
+    other = _Rank(9)
+    hurried = 0
+    for step in range(100, 400):
+        other.now = 0.3 * step
+        other.tick(_parted(step, odd=step % _WORLD))
+        hurried += other.many.busy
+    assert hurried <= 8
