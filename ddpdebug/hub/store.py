@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ class Store:
 
     def __init__(self, place: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.clock, self._lock, self._begun = clock, threading.Lock(), clock()
+        self._puts: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Any] = {}
         try:
             self._engine = _engine(place)
             self._is_sqlite = self._engine.dialect.name == "sqlite"
@@ -116,18 +116,25 @@ class Store:
         """Insert rows, or change those columns of the ones that are there which the rows name.
 
         Args:
-            other: column -> what a row that is there gets instead, in the terms of `excluded` and of the table.
+            other: column -> what a row that is there gets instead: always the same for the same columns of a table.
         """
-        for names in {tuple(sorted(row)) for row in rows}:
-            some = [dict(row) for row in rows if tuple(sorted(row)) == names]
-            statement = self._insert(table)
-            keys = [column.name for column in table.primary_key]
-            changes = {name: statement.excluded[name] for name in names if name not in keys}
-            changes |= {name: make(statement.excluded) for name, make in other.items()}
-            if changes:
-                connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), some)
-            else:
-                connection.execute(statement.on_conflict_do_nothing(index_elements=keys), some)
+        by_columns: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            by_columns.setdefault(tuple(row), []).append(dict(row))
+        for names, some in by_columns.items():
+            known = (table.name, names, tuple(other))
+            if known not in self._puts:  # making a statement takes longer than executing it
+                self._puts[known] = self._put(table, names, other)
+            connection.execute(self._puts[known], some)
+
+    def _put(self, table: Table, names: Sequence[str], other: Mapping[str, _Change]) -> Any:
+        statement = self._insert(table)
+        keys = [column.name for column in table.primary_key]
+        changes = {name: statement.excluded[name] for name in names if name not in keys}
+        changes |= {name: make(statement.excluded) for name, make in other.items()}
+        if not changes:
+            return statement.on_conflict_do_nothing(index_elements=keys)
+        return statement.on_conflict_do_update(index_elements=keys, set_=changes)
 
     def _insert(self, table: Table) -> Any:
         if self._is_sqlite:
@@ -169,9 +176,9 @@ class Store:
             if connection.execute(select(forgotten.c.run).where(forgotten.c.run == key)).first() is not None:
                 raise NotWantedError("the run was deleted here, for its age or for lack of room")
             self._welcome(connection, key, source, now, at)
-            there, named, changed = self._apply(connection, key, pieces, now)
+            there, changed = self._apply(connection, key, list(pieces), now, all_files=all_files)
             self._derive(connection, key, changed, now, at)
-            return {path: held for path, held in there.items() if all_files or path in named}
+            return there
 
     def _welcome(self, connection: Connection, key: str, source: str, now: float, at: float | None) -> None:
         begun = derived.seconds(f"{key[:4]}-{key[4:6]}-{key[6:11]}:{key[11:13]}:{key[13:16]}")
@@ -183,70 +190,70 @@ class Store:
         self.put(connection, run, [row | times], **change, last_seen=_larger(run.c.last_seen))
 
     def _apply(
-        self, connection: Connection, key: str, pieces: Iterable[Piece], now: float
-    ) -> tuple[dict[str, Held], set[str], set[str]]:
-        """Apply the pieces; return all files of the run, those that were named, and those that have changed."""
-        rows = connection.execute(select(file.c.path, file.c.size, file.c.digest).where(file.c.run == key))
+        self, connection: Connection, key: str, pieces: Sequence[Piece], now: float, *, all_files: bool
+    ) -> tuple[dict[str, Held], set[str]]:
+        """Apply the pieces; return the files that they name, or all, and those that have changed."""
+        named = {piece.path for piece in pieces if is_document(piece.path) is not None}
+        files = select(file.c.path, file.c.size, file.c.digest).where(file.c.run == key)
+        rows = connection.execute(files if all_files else files.where(file.c.path.in_(named)))
         there = {path: Held(size, digest) for path, size, digest in rows}
-        bytes_of_run = sum(held.size for held in there.values())
-        named, changed = set[str](), set[str]()
+        total = connection.execute(select(run.c.bytes).where(run.c.key == key)).scalar_one()
+        room = MAX_RUN - total
+        changed, refused = set[str](), set[str]()
         for piece in pieces:
-            whole = is_document(piece.path)
-            if whole is None:
+            path, held = piece.path, there.get(piece.path)
+            if path not in named:
                 continue
-            named.add(piece.path)
-            held = there.get(piece.path)
+            if piece.replace and held == Held(len(piece.data), digest_of(piece.data)):
+                continue  # a repeated one
             if piece.gone or piece.replace:
-                if piece.replace and held == Held(len(piece.data), digest_of(piece.data)):
-                    continue  # a repeated one
-                self._remove(connection, key, piece.path)
-                if piece.replace and held is not None and piece.path.startswith("steps"):
-                    self._unfold(connection, key)
-                there.pop(piece.path, None)
-                bytes_of_run -= 0 if held is None else held.size
-                changed.add(piece.path)
-                held = None
+                self._remove(connection, key, path, unfold=piece.replace and held is not None)
+                room += there.pop(path, Held(0, "")).size
+                changed.add(path)
             if piece.gone:
                 continue
-            size, digest = held or Held(0, digest_of(b""))
-            data = piece.data[size - piece.start :] if piece.start <= size else b""
-            if piece.start > size or (held is not None and not data):
+            size, digest = there.get(path, Held(0, digest_of(b"")))
+            data = piece.beyond(size)
+            if data is None or (path in there and not data):
                 continue
-            most = MAX_DOCUMENT if whole else MAX_FILE
-            if size + len(data) > most or bytes_of_run + len(data) > MAX_RUN or len(there) >= MAX_FILES:
-                named.discard(piece.path)
+            most = MAX_DOCUMENT if is_document(path) else MAX_FILE
+            if size + len(data) > most or len(data) > room or (path not in there and self._is_full(connection, key)):
+                refused.add(path)
                 continue
             if data:
-                self._append(connection, key, piece.path, size, data)
-            there[piece.path] = Held(size + len(data), digest_of(data, digest))
-            bytes_of_run += len(data)
-            changed.add(piece.path)
-        self.put(
-            connection,
-            file,
-            [
-                {"run": key, "path": path, "is_document": is_document(path), "changed": now, **there[path]._asdict()}
-                for path in changed & there.keys()
-            ],
-        )
-        return there, named, changed
+                self._append(connection, key, path, size, data)
+            there[path] = Held(size + len(data), digest_of(data, digest))
+            room -= len(data)
+            changed.add(path)
+        left = [
+            {"run": key, "path": path, "is_document": is_document(path), "changed": now, **there[path]._asdict()}
+            for path in changed & there.keys()
+        ]
+        self.put(connection, file, left)
+        if MAX_RUN - room != total:
+            connection.execute(update(run).where(run.c.key == key).values(bytes=MAX_RUN - room))
+        return {path: held for path, held in there.items() if path not in refused}, changed
+
+    def _is_full(self, connection: Connection, key: str) -> bool:
+        count = connection.execute(select(func.count()).select_from(file).where(file.c.run == key)).scalar_one()
+        return count >= MAX_FILES
 
     def _append(self, connection: Connection, key: str, path: str, size: int, data: bytes) -> None:
         mine = (chunk.c.run == key) & (chunk.c.path == path)
         last = select(chunk.c.start, func.length(chunk.c.data)).where(mine).order_by(chunk.c.start.desc()).limit(1)
-        found = connection.execute(last).first() if size else None
+        found = connection.execute(last).first()
         if found is not None and found[1] + len(data) <= _CHUNK:
             before = connection.execute(select(chunk.c.data).where(mine, chunk.c.start == found[0])).scalar_one()
             connection.execute(update(chunk).where(mine, chunk.c.start == found[0]).values(data=bytes(before) + data))
         else:
             connection.execute(insert(chunk).values(run=key, path=path, start=size, data=data))
 
-    def _remove(self, connection: Connection, key: str, path: str) -> None:
+    def _remove(self, connection: Connection, key: str, path: str, *, unfold: bool) -> None:
+        """Delete a file; with `unfold` also what was concluded from rows, where it has some: it will be another one."""
         for table in (chunk, file):
             connection.execute(delete(table).where(table.c.run == key, table.c.path == path))
-
-    def _unfold(self, connection: Connection, key: str) -> None:
-        """Forget what was concluded from rows: a file of them is another one than it was."""
+        if not unfold or not path.startswith("steps"):
+            return
         connection.execute(delete(summary).where(summary.c.run == key))
         connection.execute(update(file).where(file.c.run == key, file.c.path.like("steps%")).values(folded=0))
         connection.execute(update(run).where(run.c.key == key).values(width=1, rate=None, last_step=None))
@@ -267,10 +274,9 @@ class Store:
             new |= self._findings(connection, key, now)
         new |= self._rows(connection, key, changed, document, row, now if at is None else min(at, now))
         self._ranks(connection, key, changed, str(document.get("run")), document)
-        if changed:
-            size = select(func.coalesce(func.sum(file.c.size), 0)).where(file.c.run == key)
-            new["bytes"] = int(connection.execute(size).scalar_one())
-        self._judge(connection, {**row, **new}, document, now, new)
+        # rows and observations change nothing of the state of a run that is known to go on
+        if row["state"] not in states.LIVE or any(not path.startswith(("steps", "observations")) for path in changed):
+            self._judge(connection, {**row, **new}, document, now, new)
         different = {name: value for name, value in new.items() if row[name] != value}
         if different:
             connection.execute(update(run).where(run.c.key == key).values(**different, changed=now))
@@ -332,11 +338,10 @@ class Store:
         connection.execute(update(file).where(one).values(folded=until))
 
     def _keep(self, connection: Connection, key: str, folding: derived.Folding, width: int) -> None:
-        mine = summary.c.run == key
+        mine, names = summary.c.run == key, derived.Bucket.__slots__
         buckets = folding.buckets
         if folding.width != width:
             rows = connection.execute(select(summary).where(mine).order_by(summary.c.rank, summary.c.bucket))
-            names = derived.Bucket.__slots__
             old = [
                 ((each.rank, each.bucket), derived.Bucket(*(getattr(each, name) for name in names))) for each in rows
             ]
@@ -344,7 +349,10 @@ class Store:
             times = folding.width // width
             wide = derived.merged(old, times)
             buckets = derived.merged([*wide.items(), *buckets.items()], 1)
-        added = [{"run": key, "rank": r, "bucket": b, **asdict(one)} for (r, b), one in buckets.items()]
+        added = [
+            {"run": key, "rank": r, "bucket": b, **{name: getattr(one, name) for name in names}}
+            for (r, b), one in buckets.items()
+        ]
         column = summary.c
         sums = (column.steps, column.loss_sum, column.losses, column.seconds_sum, column.differing)
         change = {each.name: _added(each) for each in sums}

@@ -64,6 +64,10 @@ class Piece(NamedTuple):
     replace: bool = False
     gone: bool = False
 
+    def beyond(self, size: int) -> bytes | None:
+        """Return what a file of so many bytes has not yet; None where there is a gap between the two."""
+        return self.data[size - self.start :] if self.start <= size else None
+
 
 class Held(NamedTuple):
     """What the other side has of a file."""

@@ -119,7 +119,7 @@ def _received(url: str) -> float:
 
 
 def test_no_room(start: Start, tmp_path: Path) -> None:
-    """A hub that may write no more refuses batches, goes on to show what it has, and takes the rest when it may again."""
+    """A hub that may write no more refuses batches, shows what it has, and takes the rest when it may again."""
     run = MadeUp(steps=900, findings=[finding()])
     directory = run.write(tmp_path / "run")
     with start_limited(tmp_path) as url:

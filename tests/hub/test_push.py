@@ -105,7 +105,7 @@ class Rank:
         for entry in Path("/proc").glob("[0-9]*/fd"):
             with suppress(OSError):
                 if int(entry.parent.name) != self.process.pid and any(
-                    os.readlink(one) == str(self.directory) for one in entry.iterdir()
+                    one.readlink() == self.directory for one in entry.iterdir()
                 ):
                     found.append(int(entry.parent.name))
         return found
@@ -150,7 +150,7 @@ def other_server(
             heard.append({"path": self.path, **dict(self.headers)})
             answer(self)
 
-        do_GET = do_POST
+        do_GET = do_POST  # noqa: N815 - as the server calls it
 
         def log_message(self, *_: Any) -> None:
             pass

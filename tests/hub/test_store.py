@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -117,7 +118,7 @@ def test_pieces_in_any_way(
             pieces.append(Piece(path, 0, data, replace=True))
             continue
         edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-        pieces += [Piece(path, a, data[a:b]) for a, b in zip(edges, edges[1:], strict=False)] or [Piece(path)]
+        pieces += [Piece(path, a, data[a:b]) for a, b in itertools.pairwise(edges)] or [Piece(path)]
     for place in sorted(again):
         if place < len(pieces) and not pieces[place].replace:
             pieces.insert(min(len(pieces), place + 3), pieces[place])

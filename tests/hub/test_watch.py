@@ -40,7 +40,7 @@ def look(found: Watch) -> None:
 
 
 def test_run_that_grows(tmp_path: Path, store: Store) -> None:
-    """A run that is written while it is watched is in the store as it is in its directory, at each look and at its end."""
+    """A run that is written while it is watched is in the store as it is in its directory, at each look."""
     directory = tmp_path / "runs" / "a"
     sink = RunDirectory(directory, 0)
     sink.write(
