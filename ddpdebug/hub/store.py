@@ -16,7 +16,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, case, create_engine, delete, event, func, insert, make_url, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Table,
+    case,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    make_url,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 

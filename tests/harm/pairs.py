@@ -410,6 +410,7 @@ _GROUPS = {
     "disk": "Disks and directories",
     "stream": "Streams",
     "port": "Ports",
+    "hub": "The hub",
     "environment": "Environment",
     "python": "The interpreter",
     "version": "Versions",
