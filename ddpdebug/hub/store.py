@@ -234,8 +234,8 @@ class Store:
     def _append(self, connection: Connection, key: str, path: str, size: int, data: bytes) -> None:
         mine = (chunk.c.run == key) & (chunk.c.path == path)
         last = select(chunk.c.start, func.length(chunk.c.data)).where(mine).order_by(chunk.c.start.desc()).limit(1)
-        found = connection.execute(last).first() if size else None
-        if found is not None and found[1] + len(data) <= _CHUNK:
+        found = connection.execute(last).first()
+        if found is not None and (found[0] == size or found[1] + len(data) <= _CHUNK):  # the first may be empty
             before = connection.execute(select(chunk.c.data).where(mine, chunk.c.start == found[0])).scalar_one()
             connection.execute(update(chunk).where(mine, chunk.c.start == found[0]).values(data=bytes(before) + data))
         else:
