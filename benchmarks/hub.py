@@ -1,4 +1,4 @@
-"""What a hub bears: live runs replayed from a saved directory at their own pace, pushed as jobs push, while pages are read.
+"""What a hub bears: live runs at the pace of a saved one, pushed as jobs push, while pages are read.
 
     python benchmarks/hub.py [--runs 200] [--ranks 8] [--step 0.3] [--seconds 60] [--data URL]
 
@@ -125,7 +125,7 @@ def usage(process: int) -> tuple[float, float]:
 def ask(url: str, path: str) -> float:
     """Return the seconds that an answer takes."""
     began = time.perf_counter()
-    with urllib.request.urlopen(url + path, timeout=60) as answer:
+    with urllib.request.urlopen(url + path, timeout=60) as answer:  # noqa: S310 - the hub's
         answer.read()
     return time.perf_counter() - began
 
@@ -144,7 +144,7 @@ def main() -> None:
     saved(folder / "rows", arguments.ranks, int(arguments.seconds / arguments.step) + 10, arguments.step)
     words = [sys.executable, "-m", "ddpdebug", "hub", "--port", "0", "--data", data]
     began = time.monotonic()
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as hub:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as hub:  # noqa: S603 - this python
         try:
             assert hub.stdout is not None
             url = hub.stdout.readline().split()[3].rstrip(",")
@@ -155,7 +155,7 @@ def main() -> None:
             jobs.start()
             time.sleep(2 * _EVERY)
             before, at = usage(hub.pid), time.monotonic()
-            with urllib.request.urlopen(f"{url}/api/v1/runs?limit=2", timeout=60) as answer:
+            with urllib.request.urlopen(f"{url}/api/v1/runs?limit=2", timeout=60) as answer:  # noqa: S310 - as above
                 keys = [run["key"] for run in json.load(answer)["runs"]]
             times: dict[str, list[float]] = {page: [] for page in _PAGES}
             while time.monotonic() - at < arguments.seconds - 3 * _EVERY:
@@ -167,9 +167,8 @@ def main() -> None:
                 assert jobs.is_alive()
             late, failed, known = ours.recv()
             jobs.join()
-            print(
-                f"{arguments.runs} runs of {arguments.ranks} ranks, a step each {arguments.step} s, load {os.getloadavg()[0]:.0f}"
-            )
+            about = f"{arguments.runs} runs of {arguments.ranks} ranks, a step each {arguments.step} s"
+            print(f"{about}, load {os.getloadavg()[0]:.0f}")
             for page, taken in times.items():
                 print(f"  {page:32} {quantiles(taken)}")
             print(f"  {'all pages':32} {quantiles([each for taken in times.values() for each in taken])}")

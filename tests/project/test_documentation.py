@@ -94,7 +94,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     foreign |= {"--web"}  # of Prometheus
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark
     foreign |= {"--cost", "--against"}  # of benchmarks/scrapes.py
-    foreign |= {"--worlds", "--meeting", "--talk", "--process"}  # of benchmarks/scale.py
+    foreign |= {"--worlds", "--finding", "--meeting", "--talk", "--process"}  # of benchmarks/scale.py
     foreign |= {"--option", "--tree", "--twice"}  # of tests/harm/pairs.py
     foreign |= {"--held-out", "--reveal"}  # of tests/detection/score.py
     foreign |= {"--write"}  # of tests/slow/sweep.py
