@@ -94,6 +94,7 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/scrapes.py
 	$(PYTHON) benchmarks/notes.py
+	$(PYTHON) benchmarks/hub.py
 
 bench-hangs: $(STAMP) ## after how many seconds hangs are found, with and without load (takes long)
 	$(PYTHON) benchmarks/hangs.py --rounds 10

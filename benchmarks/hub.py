@@ -130,15 +130,20 @@ def ask(url: str, path: str) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
-    """Measure."""
+def options() -> argparse.Namespace:
+    """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--step", type=float, default=0.3, help="seconds")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--data", default="", help="of the hub; the default is a file of SQLite")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure."""
+    arguments = options()
     folder = Path(tempfile.mkdtemp(prefix="ddpdebug-hub-"))
     data = arguments.data or str(folder / "hub.db")
     saved(folder / "rows", arguments.ranks, int(arguments.seconds / arguments.step) + 10, arguments.step)
@@ -169,9 +174,8 @@ def main() -> None:
             jobs.join()
             about = f"{arguments.runs} runs of {arguments.ranks} ranks, a step each {arguments.step} s"
             print(f"{about}, load {os.getloadavg()[0]:.0f}")
-            for page, taken in times.items():
-                print(f"  {page:32} {quantiles(taken)}")
-            print(f"  {'all pages':32} {quantiles([each for taken in times.values() for each in taken])}")
+            times["all pages"] = [each for taken in times.values() for each in taken]
+            print("\n".join(f"  {page:32} {quantiles(taken)}" for page, taken in times.items()))
             print(f"  {'a batch, from when it was due':32} {quantiles(late)}; {len(late)} sent, {len(failed)} failed")
             for reason in sorted(set(failed))[:5]:
                 print(f"    {reason}")

@@ -8,11 +8,12 @@ for the machine has other work), the bytes that come into a rank for a healthy s
 judges keeps.
 
 With `--meeting` the ranks of each world meet, as threads, and what they ask of the store is counted; what that takes
-is the number by the time of one such call to a TCPStore, alone. With `--talk` the ranks of each world are processes that
-talk over gloo, flat and over the tree, and judge healthy steps: small worlds only. With `--process` real processes train
-in turn, so that all see the same machine: plain, plain again, which is the noise, as one of two ranks, and as a rank of
-so many that judges, or does not. What comes from the others another process makes, and of two ranks the other says what
-this one does. Printed are ratios to the plain process in the same round: the median of the rounds, and the quartiles.
+is the number by the time of one such call to a TCPStore, alone. With `--talk` the ranks of each world are processes
+that talk over gloo, flat and over the tree, and judge healthy steps: small worlds only. With `--process` real
+processes train in turn, so that all see the same machine: plain, plain again, which is the noise, as one of two
+ranks, and as a rank of so many that judges, or does not. What comes from the others another process makes, and of two
+ranks the other says what this one does. Printed are ratios to the plain process in the same round: the median of the
+rounds, and the quartiles.
 """
 
 from __future__ import annotations
