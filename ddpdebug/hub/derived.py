@@ -235,11 +235,11 @@ class Folding:
         if layout.read(rows[0])[3] & Flag.LAST_STATE:  # no step
             return
         for row in rows:
-            rank, _, _, _, loss, taken = layout.read(row)
+            rank, _, _, flags, loss, taken = layout.read(row)
             if optimizer != 0 or not 0 <= rank < min(self._world, RANKS):
                 continue
             self.last[rank] = max(step, self.last.get(rank, 0))
-            if rank == 0 and 0 < taken < math.inf:
+            if rank == 0 and 0 < taken < math.inf and not flags & Flag.FIRST:  # that one takes long
                 share = -math.expm1(-taken / _MINUTE)
                 self.rate = 1 / taken if self.rate is None else self.rate + share * (1 / taken - self.rate)
             if rank < SUMMARISED:
