@@ -92,7 +92,7 @@ class Api:
         def take() -> dict[str, Any]:
             batch = ingest.parse(body, key)
             files = self._store.receive(key, batch.source, batch.pieces, all_files=batch.all_files)
-            return {path: held._asdict() for path, held in files.items()}
+            return {path: {"size": held.size, "digest": held.digest} for path, held in files.items()}
 
         return 200, {"files": await run_in_threadpool(take)}
 

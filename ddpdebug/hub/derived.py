@@ -235,13 +235,13 @@ class Folding:
         if layout.read(rows[0])[3] & Flag.LAST_STATE:  # no step
             return
         for row in rows:
-            rank, _, _, _, loss, taken = layout.read(row)
+            rank, _, _, flags, loss, taken = layout.read(row)
             if optimizer != 0 or not 0 <= rank < min(self._world, RANKS):
                 continue
             self.last[rank] = max(step, self.last.get(rank, 0))
-            if rank == 0 < step and 0 < taken < math.inf:  # the first step is the start of the script
+            if rank == 0 and 0 < taken < math.inf and not flags & Flag.FIRST:  # that one takes long
                 mean = taken if self.rate is None else 1 / self.rate
-                self.rate = 1 / (mean + max(1 / step, -math.expm1(-mean / _MINUTE)) * (taken - mean))
+                self.rate = 1 / (mean + max(1 / max(step, 1), -math.expm1(-mean / _MINUTE)) * (taken - mean))
             if rank < SUMMARISED:
                 self._bucket(rank, step).add(step, loss, taken)
         if layout.own and optimizer == 0 and len(rows) == self._world and len({_digests(row) for row in rows}) > 1:

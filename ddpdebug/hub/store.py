@@ -226,7 +226,8 @@ class Store:
             room -= len(data)
             changed.add(path)
         left = [
-            {"run": key, "path": path, "is_document": is_document(path), "changed": now, **there[path]._asdict()}
+            {"run": key, "path": path, "is_document": is_document(path), "changed": now}
+            | {"size": there[path].size, "digest": there[path].digest}
             for path in changed & there.keys()
         ]
         self.put(connection, file, left)
@@ -418,7 +419,12 @@ class Store:
             silent,
             states.PATIENCE[row["source"]],
         )
-        new |= state._asdict()
+        new |= {
+            "state": state.state,
+            "outcome": state.outcome,
+            "exit_code": state.exit_code,
+            "severity": state.severity,
+        }
 
     def look_again(self) -> list[str]:
         """Find the runs that nobody has heard of for long, or again; return those whose state has changed."""

@@ -173,8 +173,10 @@ _TAKEN_ONCE = {
     },
     "signal.setitimer": {"preflight/sandbox/time_limit.py": "in a preflight, where no timer runs"},
     "signal.signal": {
+        "hub/serve.py": "in the process of the hub",
         "preflight/sandbox/time_limit.py": "as above, put back",
         "processes/linger.py": "in the process that serves how a rank ended",
+        "processes/pusher.py": "in the process that sends a run to a hub",
         "processes/supervisor.py": "in the process that waits for ranks",
         "pytest_plugin/zygote.py": "in the process that forks ranks",
     },

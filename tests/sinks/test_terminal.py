@@ -81,6 +81,14 @@ def judged(step: int, *digests: int, optimizer: int = 0, flags: Flag = Flag.CHEC
     return StepJudged(step=made, interval=5, overhead_ratio=0.0083, overhead_of_run=0.0083)
 
 
+def test_the_page_of_the_run_comes_first() -> None:
+    """Where a hub is told of the run, its page there is the first line."""
+    stream = Recording()
+    config = {**STARTED.config, "hub": "http://hub:8765/"}
+    Terminal(0, stream).write(replace(STARTED, run_id="b71f2e", time="2026-11-21T08:39:20Z", config=config))
+    assert stream.getvalue().startswith("ddpdebug: http://hub:8765/runs/20261121T083920Z-b71f2e\nddpdebug: watching")
+
+
 def test_a_log_gets_plain_lines() -> None:
     """No escape codes, a line per item."""
     stream = Recording()
