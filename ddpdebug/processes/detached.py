@@ -35,16 +35,19 @@ def start(module: str, words: tuple[Any, ...], files: tuple[int, ...]) -> None:
         OSError: it did not start.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    process = subprocess.Popen(  # noqa: S603 - our own words
-        [sys.executable, "-I", "-S", "-c", _PROGRAM.format(root=root, module=module, words=words)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env={name: os.environ[name] for name in (*_VARIABLES, *_PROXIES) if name in os.environ},
-        pass_fds=[fd for fd in files if fd >= 0],
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own words
+            [sys.executable, "-I", "-S", "-c", _PROGRAM.format(root=root, module=module, words=words)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={name: os.environ[name] for name in (*_VARIABLES, *_PROXIES) if name in os.environ},
+            pass_fds=[fd for fd in files if fd >= 0],
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise OSError(f"the process for it did not start: {error}") from None
     try:
         failed = process.wait(_PATIENCE)
     except subprocess.TimeoutExpired:
