@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.schema.finding import Finding
 
+#: Where evidence has how many names a finding is about.
+_COUNTED = ("parameters", "buffers", "tensors")
 _ENTRY = re.compile(r"\s*([A-Za-z]+[0-9]+)\s*(?::\s*([^#]*?))?\s*(?:#\s*(.*?))?\s*", re.DOTALL)
 
 
@@ -20,8 +23,8 @@ class Ignored:
 
     Args:
         code: of the findings.
-        name: which of them, a pattern of the shell: parameters, buffers, modules with all that is in them, or the file
-            or line; all of them where it is empty.
+        name: which of them, with `*` and `?` as in a shell: parameters, buffers, modules with all that is in them, or
+            the file or line; all of them where it is empty.
         reason: for people.
     """
 
@@ -57,7 +60,7 @@ class Ignored:
             return False
         if not self.name or _is_at(finding.location, self.name):
             return True
-        return bool(finding.subject) and all(_is_within(name, self.name) for name in finding.subject)
+        return _is_whole(finding) and all(_is_within(name, self.name) for name in finding.subject)
 
 
 def entries(value: Any) -> tuple[str, ...]:
@@ -87,11 +90,21 @@ def read(value: Any) -> tuple[Ignored, ...]:
     return tuple(found)
 
 
+def _is_whole(finding: Finding) -> bool:
+    """Tell whether a finding names all that it is about: lists of names are cut, and what is cut off may be another."""
+    names, counts = len(finding.subject), map(finding.evidence.get, _COUNTED)
+    return 0 < names < MAX_NAMES and all(count <= names for count in counts if isinstance(count, int))
+
+
+def _matches(text: str, pattern: str) -> bool:
+    return fnmatchcase(text, pattern.replace("[", "[[]"))
+
+
 def _is_within(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    return _matches(name, pattern) or _matches(name, f"{pattern}.*")
 
 
 def _is_at(location: str | None, pattern: str) -> bool:
     """Tell whether a pattern names the file or the line, by the end of its path or all of it."""
     places = () if location is None else (location, location.rpartition(":")[0])
-    return any(fnmatchcase(place, pattern) or fnmatchcase(place, f"*/{pattern}") for place in places)
+    return any(_matches(place, pattern) or _matches(place, f"*/{pattern}") for place in places)

@@ -269,9 +269,10 @@ class Diagnosis:
         group = self._incidents.group(rule, step.optimizer)
         if group.grows(shown) or (group.incidents and rule.is_new_event(step)):
             return Reading.NEW, shown
-        if group.incidents:
+        if group.incidents and not group.silent:
             return Reading.KNOWN, shown
-        return (Reading.WAITING if group.wait > 0 else Reading.NEW), shown
+        waits = group.wait > 0 and not (group.silent and step.any(Flag.LAST_STATE))
+        return (Reading.WAITING if waits else Reading.NEW), shown
 
     def _ask(self, queued: _Queued) -> None:
         """Ask for the details of a step that some rule wants and that are not on their way already."""
@@ -375,14 +376,14 @@ class Diagnosis:
                 continue
             group.look(shown if reading is Reading.NEW else None)
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
-            if reading is Reading.KNOWN or (fresh and self._repeats(group, rules, asked)):
-                group.quiet = 0
-                for incident in group.incidents:
-                    incident.again(step.step)
-            elif reading is Reading.WAITING:
+            if reading is Reading.WAITING:
                 group.wait -= 1
+                group.again(step.step)  # the ignored ones that are looked past
+            elif reading is Reading.KNOWN or (fresh and self._repeats(group, rules, asked)):
+                group.quiet = 0
+                group.again(step.step)
             elif fresh:
-                group.quiet = group.misses = group.wait = 0
+                group.found()
                 admitted += fresh
             elif asked.intersection(r.code for r in rules if not r.every_sample):
                 group.missed()
@@ -391,6 +392,8 @@ class Diagnosis:
                 if reading is Reading.QUIET or (reading is Reading.FREE and any(r.can_show(step) for r in rules)):
                     resting.append(group)
         self._admit(admitted, step.optimizer)
+        for group in {self._incidents.group(rule, step.optimizer) for rule, _, _ in admitted}:
+            group.rest_if_silent()
         for group in resting:
             self._incidents.close(group.rest())
 

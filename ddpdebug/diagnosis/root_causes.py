@@ -19,6 +19,8 @@ from ddpdebug.schema.finding import Finding
 #: So many quiet steps close an incident. The patience doubles each time that the incident comes back.
 QUIET_STEPS = 3
 _MAX_DOUBLINGS = 8
+#: Steps after which one is looked into anew that is as an ignored incident has it: another may hide behind it.
+_SILENT_STEPS = 16
 #: An incident that is reopened within so many times its quiet period (in steps) counts as the same incident.
 _SOON = 3
 #: Distances that differ by less than this share are the same.
@@ -129,6 +131,11 @@ class Group:
         """Whether a quiet step changes nothing here."""
         return not (self.incidents or self.pattern or self.wait)
 
+    @property
+    def silent(self) -> bool:
+        """Whether there are incidents, and nobody was told of any."""
+        return bool(self.incidents) and all(incident.finding.ignored for incident in self.incidents)
+
     def grows(self, shown: RankClasses) -> bool:
         """Whether ranks part that were not known to disagree."""
         return count(refine(self.pattern, shown)) > count(self.pattern)
@@ -139,10 +146,25 @@ class Group:
         if shown:
             self.pattern = refine(self.pattern, shown)
 
+    def again(self, step: int) -> None:
+        """Count one more occurrence of each incident."""
+        for incident in self.incidents:
+            incident.again(step)
+
+    def found(self) -> None:
+        """Note that there are findings, of incidents that may be ignored."""
+        self.quiet = self.wait = 0
+        self.misses *= self.silent
+
+    def rest_if_silent(self) -> None:
+        """Wait longer before the next look past incidents that are ignored."""
+        if self.silent:
+            self.missed()
+
     def missed(self) -> None:
         """Count details that were asked for in vain: wait longer before the next time."""
         self.misses += 1
-        self.wait = 1 << min(self.misses, 10)
+        self.wait = min(1 << min(self.misses, 10), _SILENT_STEPS if self.silent else 1 << 10)
 
     def rest(self) -> list[Incident]:
         """Count a quiet step; return the incidents that it closes."""
@@ -221,9 +243,9 @@ class Incidents:
         known = self._same(rule, finding, group)
         if known is not None:
             known.join(finding)
-            if known.finding.ignored and self._entry(known.finding) is None:  # more than was meant
-                known.finding = replace(known.finding, ignored=None)
-                self._new.append(known)
+            if known.finding.ignored and not (self._entry(known.finding) and self._entry(finding)):
+                known.finding = replace(known.finding, ignored=None)  # it is about more than was meant
+                self._new = [*(one for one in self._new if one is not known), known]
             if known not in group.incidents:
                 group.incidents.append(known)
             return

@@ -122,6 +122,6 @@ def redacted_finding(finding: Finding, redactor: Redactor) -> Finding:
     """Return a finding without secrets in its texts."""
     changed = {
         name: redactor.value(getattr(finding, name))
-        for name in ("title", "subject", "location", "evidence", "causes", "actions")
+        for name in ("title", "subject", "location", "evidence", "causes", "actions", "ignored")
     }
     return replace(finding, **{name: value for name, value in changed.items() if value is not getattr(finding, name)})
