@@ -18,7 +18,7 @@ from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
 from ddpdebug.processes.launch import Request
-from ddpdebug.run_directory.reader import read_findings, read_steps
+from ddpdebug.run_directory.reader import read_findings, read_ignored_findings, read_steps
 
 #: Starts the ranks: (request, directory, run id, more environment).
 Start = Callable[[Request, Path, str, Mapping[str, str]], Witness]
@@ -121,7 +121,7 @@ def _prove(
     Disk(mode_of(request.config.file_mode)).make_directory(place, below=directory)
     verdict = _run(request, place, start, {FAULT: f"{fault.name} {folder}"})
     note = "" if verdict.exit_code < 2 else f"its run ended as {verdict.word.value}"
-    return prove(fault, read_findings(place), healthy, note)
+    return prove(fault, [*read_findings(place), *read_ignored_findings(place)], healthy, note)
 
 
 def _run(request: Request, directory: Path, start: Start, environ: Mapping[str, str]) -> Verdict:

@@ -118,9 +118,14 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         script=None if witness is None else witness.script,
         damage=damage(directory) if written else [f"{RUN} cannot be read"] if unreadable else (),
     )
-    ignored = read_ignored(directory) if written else {}
-    verdict = replace(verdict, ignored=ignored, notes=(*verdict.notes, *ignored_texts(ignored)))
+    verdict = with_ignored(verdict, directory if written else None)
     return with_coverage(verdict, coverage, required=require_checks)
+
+
+def with_ignored(verdict: Verdict, directory: Path | None) -> Verdict:
+    """Return the verdict with what `ignore` has kept silent in a run."""
+    ignored = {} if directory is None else read_ignored(directory)
+    return replace(verdict, ignored=ignored, notes=(*verdict.notes, *ignored_texts(ignored)))
 
 
 def findings_of(directory: Path, run: str | None) -> list[Finding]:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
-from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
+from ddpdebug.ci.publish import Witness, judge_directory, publish, reported, with_ignored
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
 from ddpdebug.commands._target import target_command
 from ddpdebug.commands.run import Ending, attach
@@ -282,6 +282,7 @@ def _conclude(
         places=places,
     )
     verdict = with_coverage(verdict, getattr(ending.monitor, "coverage", None), required=config.require_checks)
+    verdict = with_ignored(verdict, directory)
     claim = None if directory is None else directory / f".verdict-{run_id}"
     if _publishes(verdict, claim, rank):
         if directory is not None:

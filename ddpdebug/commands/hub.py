@@ -97,7 +97,10 @@ def command(  # noqa: PLR0913 - the options
     _require()
     from ddpdebug.hub.auth import Auth, is_loopback  # noqa: PLC0415 - not before it is needed
 
-    tokens = Auth(_token("DDPDEBUG_HUB_TOKEN"), _token("DDPDEBUG_HUB_READ_TOKEN"))
+    tokens = Auth(
+        _token("DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_TOKEN_FILE"),
+        _token("DDPDEBUG_HUB_READ_TOKEN", "DDPDEBUG_HUB_READ_TOKEN_FILE"),
+    )
     if not tokens.required and not is_loopback(host):
         raise UsageError(
             f"--host {host} opens the hub to other machines, and that needs a token; set DDPDEBUG_HUB_TOKEN, "
@@ -191,15 +194,15 @@ def _push(mirror: Any, url: str, token_file: Path | None) -> int:
     return 0
 
 
-def _token(name: str) -> str | None:
-    """Return the token of a variable, or of the file that `NAME_FILE` names."""
-    if file := os.environ.get(f"{name}_FILE", ""):
+def _token(name: str, of_file: str) -> str | None:
+    """Return the token in a variable, or in the file that another one names."""
+    if file := os.environ.get(of_file, ""):
         try:
             token = Path(file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read {name}_FILE: {error}") from None
+            raise UsageError(f"cannot read the file of {of_file}: {error}") from None
         if not token:
-            raise UsageError(f"{name}_FILE is empty; it should hold a token")
+            raise UsageError(f"the file of {of_file} is empty; it should hold a token")
         return token
     return os.environ.get(name, "").strip() or None
 

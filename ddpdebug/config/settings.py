@@ -296,7 +296,8 @@ class Config:
                 continue
             if environ[variable]:
                 name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-                values[name] = _parsed(name, environ[variable], variable, cwd, shown=variable)
+                given = _parsed(name, environ[variable], variable, cwd, shown=variable)
+                values[name] = _joined(values.get(name), given) if isinstance(given, tuple) else given
         for name, value in explicit.items():
             if value is None:
                 continue  # as if not given

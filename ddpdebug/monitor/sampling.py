@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def ratio_of_run(self) -> float:
-        """What `ratio` is over all steps so far, the first one included."""
+        """What `ratio` is over all steps so far but the first, which begins with the script."""
         cost, base = self._whole
         return cost / base if base else float("nan")
 
@@ -112,8 +112,9 @@ class Schedule:
         cost = max(row.overhead_seconds for row in rows)
         base = statistics.median(max(row.step_seconds - row.overhead_seconds, 0.1 * row.step_seconds) for row in rows)
         base = max(base, 1e-6)
-        self._whole[0] += cost
-        self._whole[1] += base
+        if step.step:  # the first one begins with the script
+            self._whole[0] += cost
+            self._whole[1] += base
         if step.step < _WARM_UP:
             return
         checked = step.any(Flag.CHECKED)
@@ -135,6 +136,8 @@ class Schedule:
         soon = self._spent + (start + _DECIDE_EVERY - step) * statistics.median_low(self._full or (0.0,))
         every = early and short and soon <= START_SECONDS
         interval = 1 if every else self._affordable(_SEEN * self.budget * base)
+        if interval > _MAX_INTERVAL_EARLY:  # each 64th step is checked however often a long interval changes
+            interval = _MAX_INTERVAL // 2 if interval <= _MAX_INTERVAL // 2 else _MAX_INTERVAL
         interval = min(interval, _MAX_INTERVAL_EARLY if early and not short else _MAX_INTERVAL)
         if interval != self._plan[-1][1]:
             self._plan = (*self._plan[-7:], (start, interval))

@@ -153,10 +153,15 @@ def read_ignored(directory: Path) -> dict[str, int]:
     config = (_document(directory / RUN) or {}).get("config")
     given = config.get("ignore") if isinstance(config, dict) else None
     counts = dict.fromkeys((entry for entry in given if isinstance(entry, str)) if isinstance(given, list) else (), 0)
-    for line in _lines(directory / IGNORED):
-        if (finding := _finding(line)) is not None and finding.ignored in counts:
+    for finding in read_ignored_findings(directory):
+        if finding.ignored in counts:
             counts[finding.ignored] += 1
     return counts
+
+
+def read_ignored_findings(directory: Path) -> list[Finding]:
+    """Return the findings that the user has asked to be silent about."""
+    return [finding for line in _lines(directory / IGNORED) if (finding := _finding(line)) is not None]
 
 
 def _name(finding: Finding) -> object:

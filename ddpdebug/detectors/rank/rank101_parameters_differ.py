@@ -118,6 +118,7 @@ class ParametersDiffer(ComparisonRule):
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal parameters
+        self._seen_to_part: dict[tuple[int, int], str] = {}  # (optimizer, step after which they agreed) -> phase
         self._found_equal: dict[int, int] = {}  # optimizer -> newest step that found equal ones, all of them read
         self._drawn: dict[int, dict[str, str]] = {}  # rank -> digests of what its modules held as they were wrapped
         self._changed: dict[int, tuple[int, ...]] = {}  # optimizer -> ranks that changed theirs before the last step
@@ -190,6 +191,10 @@ class ParametersDiffer(ComparisonRule):
                 evidence["equal_before_step"] = self._found_equal[step.optimizer]
         elif step.optimizer in self._agreed:
             evidence["agreed_after_step"] = self._agreed[step.optimizer]
+            if phase is None:
+                evidence["observed"] = (
+                    "they parted in a step that was not checked; --every-step says in which, and by what"
+                )
         if subset(changed, step) and self._telling(step):
             evidence["changed_on"] = list(changed)
         prose: Fields = {}
@@ -207,6 +212,13 @@ class ParametersDiffer(ComparisonRule):
         )
 
     def _phase(self, step: Step, stage: str) -> str | None:
+        """Return where they part now, or where they were seen to, if they have not agreed since."""
+        phase, since = self._phase_now(step, stage), (step.optimizer, self._agreed.get(step.optimizer, step.step))
+        if phase is not None:
+            self._seen_to_part = {since: phase}
+        return phase or (None if step.any(Flag.LAST_STATE) else self._seen_to_part.get(since))
+
+    def _phase_now(self, step: Step, stage: str) -> str | None:
         if step.any(Flag.LAST_STATE):
             return None  # they parted in some step that was not checked
         if stage == "after" and "params_before_digest" not in step.differing and step.known("params_before_digest"):
@@ -218,8 +230,10 @@ class ParametersDiffer(ComparisonRule):
             return "init"
         watched = self._agreed.get(step.optimizer) == step.step - 1 or step.any(Flag.PARAMS_CHANGED_OUTSIDE)
         upstream = {"grads_digest", "foreign_grads_digest", "hyper_digest", "state_digest"}
-        # Nobody looked at the steps before: what differs upstream now is the likelier beginning.
-        return "optimizer" if not watched and upstream & step.differing else "outside-optimizer"
+        if not watched and upstream & step.differing:
+            return "optimizer"  # nobody looked at the steps before: what differs upstream now is the likelier beginning
+        unseen = not watched and self._agreed.get(step.optimizer, step.step) < step.step - 1
+        return None if unseen else "outside-optimizer"  # what differed upstream in one of these may be equal again
 
     def _intolerable(self, step: Step, names: Collection[str]) -> bool:
         tolerance = self.config.get("tolerance")
