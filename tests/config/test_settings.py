@@ -205,3 +205,12 @@ def test_check_checks_every_step_unless_told_otherwise(
     assert Config.load(explicit, environ, tmp_path, command="check").every_step is every_step
     told = "every_step" in explicit or "EVERY_STEP" in str(environ) or "every_step" in table
     assert Config.load(explicit, environ, tmp_path, command="run").every_step is (every_step and told)
+
+
+def test_entries_of_all_sources_are_ignored(tmp_path: Path) -> None:
+    """A stronger source adds to what a weaker one has; what is no entry is said with its source."""
+    _pyproject(tmp_path, '[tool.ddpdebug]\nignore = ["RCP805 # evaluation"]\n')
+    config = Config.load({"ignore": ("RANK104:lr",)}, {"DDPDEBUG_IGNORE": "rcp806; RANK104:lr"}, tmp_path)
+    assert config.ignore == ("RCP805 # evaluation", "RCP806", "RANK104:lr")
+    with pytest.raises(UsageError, match="DDPDEBUG_IGNORE: there is no finding 'RCP899'"):
+        Config.load({}, {"DDPDEBUG_IGNORE": "RCP899"}, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddpdebug.detectors.ignored import Ignored, entries, read
@@ -35,6 +37,17 @@ _FOUND = Finding(
 )
 def test_what_an_entry_covers(entry: str, covers: bool) -> None:
     assert Ignored.parse(entry).covers(_FOUND) is covers
+
+
+def test_what_a_finding_does_not_list_may_be_something_else() -> None:
+    """Lists of names are cut; and names with brackets are given as they are shown."""
+    entry = Ignored.parse("RANK104:encoder")
+    assert not entry.covers(replace(_FOUND, subject=tuple(f"encoder.{n}" for n in range(20))))
+    assert not entry.covers(replace(_FOUND, evidence={"parameters": 3}))
+    assert entry.covers(replace(_FOUND, evidence={"parameters": 2}))
+    shown = replace(_FOUND, subject=("param_groups[0].lr",))
+    assert Ignored.parse("RANK104:param_groups[0].lr").covers(shown)
+    assert not Ignored.parse("RANK104:param_groups[1].lr").covers(shown)
 
 
 def test_forms() -> None:
