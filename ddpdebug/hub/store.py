@@ -269,6 +269,8 @@ class Store:
         new: dict[str, Any] = {}
         if RUN in changed:
             told = derived.document(self._content(connection, key, RUN))
+            if derived.is_deep(told):
+                raise NotWantedError(f"its {RUN} is nested too deep")
             new |= derived.of_run(told or {})
         document = json.loads(new.get("document") or row["document"] or "{}")
         if any(path.endswith(FINDINGS) or path == RUN for path in changed):
@@ -284,7 +286,7 @@ class Store:
 
     def _findings(self, connection: Connection, key: str, now: float) -> dict[str, Any]:
         with self.copied(connection, key, (RUN, "%" + FINDINGS)) as directory:
-            found = read_findings(directory)
+            found = [each for each in read_findings(directory) if not derived.is_deep(each.evidence)]
         rows = {one["id"]: one for place, each in enumerate(found) if (one := derived.of_finding(each, place))}
         mine = finding.c.run == key
         known = {

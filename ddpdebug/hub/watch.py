@@ -76,10 +76,16 @@ class Watch:
                 self._say(f"{directory}: {error}")
             except SQLAlchemyError as error:  # no room, for now
                 self._say(f"cannot store {directory}: {str(getattr(error, 'orig', error))[:200]}")
+            except Exception as error:  # noqa: BLE001 - whatever one directory holds, the others are watched
+                self._let_go(directory)
+                self._say(f"cannot show {directory}: {type(error).__name__}: {str(error)[:200]}")
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 - the thread must live on
+                self._say(f"cannot look for runs: {type(error).__name__}: {str(error)[:200]}")
             self._stop.wait(_EVERY)
 
     def _look_at(self, directory: Path) -> None:

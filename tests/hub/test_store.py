@@ -271,6 +271,58 @@ def test_hostile_run(tmp_path: Path, store: Store, hostile: dict[str, Any]) -> N
     assert store.runs()[0]["key"] == run.key
 
 
+_FIELDS = ["rank", "step", "optimizer", "flags", "loss", "step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "shown"),
+    [
+        ("<qqqddd", (0, 1, 0, 0.0, 1.0, 0.1), None),
+        ("<dqqqdd", (0.5, 1, 0, 0, 1.0, 0.1), None),
+        ("<qdqqdd", (0, 1.5, 0, 0, 1.0, 0.1), None),
+        ("<qqqqdd", (0, 1, 0, 0, 1.0, 5e-324), 1),
+        ("<qqqqdd", (0, 1, 0, 0, 1.0, 1.7e308), 1),
+    ],
+)
+def test_rows_that_no_run_writes(
+    tmp_path: Path, store: Store, form: str, row: tuple[float, ...], shown: int | None
+) -> None:
+    """Rows of any layout, with any number in them, are left out or shown, and leave no rate that is none."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "run")
+    told = json.loads((directory / "run.json").read_text())
+    told["layout"] = {"version": 5, "format": form, "fields": _FIELDS}
+    (directory / "run.json").write_text(json.dumps(told))
+    rows = struct.pack(form, *row) * 3
+    (directory / "steps.bin").write_bytes(struct.pack("<8sIIQ", b"ddpdebug", 5, struct.calcsize(form), 0) + rows)
+    bring(store, directory)
+    found = store.runs()[0]
+    assert (found["last_step"], found["rate"]) == (shown, None)
+
+
+@pytest.mark.parametrize("depth", [70, 900])
+def test_deep_finding(tmp_path: Path, store: Store, depth: int) -> None:
+    """A finding that holds lists within lists beyond any sense is left out; the others of its run are shown."""
+    directory = MadeUp(ended=None, findings=[finding()]).write(tmp_path / "run")
+    deep = finding("NUM301").to_json().replace('"evidence": {', '"evidence": {"x": ' + "[" * depth + "]" * depth + ", ")
+    with (directory / "findings.jsonl").open("a") as file:
+        file.write(deep + "\n")
+    bring(store, directory)
+    assert [each["finding"]["code"] for each in store.findings()] == ["RANK104"]
+    assert store.runs()[0]["newest_finding"] == "RANK104"
+
+
+@pytest.mark.parametrize("depth", [70, 900])
+def test_deep_run(tmp_path: Path, store: Store, depth: int) -> None:
+    """A run.json nested beyond any sense is refused in words."""
+    directory = MadeUp(ended=None).write(tmp_path / "run")
+    told = (directory / "run.json").read_text().rstrip()
+    (directory / "run.json").write_text(told[:-1] + ', "deep": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(NotWantedError, match="nested too deep"):
+        bring(store, directory)
+    assert held(store, MadeUp().key) == {}
+
+
 def test_links_are_not_followed(tmp_path: Path, store: Store) -> None:
     """Who lays links into a run directory does not see other files of whoever runs the hub."""
     secret = tmp_path / "secret"

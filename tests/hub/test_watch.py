@@ -134,3 +134,38 @@ def test_unreadable(tmp_path: Path, store: Store) -> None:
     assert len(store.runs()) == 1
     assert len(said) == 1
     assert "no readable run.json" in said[0]
+
+
+def test_whatever_a_directory_holds(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody has thought of is that of one directory, is said once, and the others are watched."""
+    bad, _ = (MadeUp(run=name).write(tmp_path / "runs" / name) for name in ("bad", "good"))
+    receive = store.receive
+
+    def fail(key: str, *words: object, **more: object) -> object:
+        if key.endswith("-bad"):
+            raise TypeError("nobody has thought of this")
+        return receive(key, *words, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "receive", fail)
+    found, said = watch(store, tmp_path / "runs")
+    look(found)
+    look(found)
+    assert [run["run_id"] for run in store.runs()] == ["good"]
+    assert said == [f"cannot show {bad}: TypeError: nobody has thought of this"]
+
+
+def test_the_watch_goes_on(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that fails as a whole is not the last one."""
+    looks: list[int] = []
+
+    def fail() -> None:
+        looks.append(1)
+        raise RecursionError
+
+    found, said = watch(store, tmp_path)
+    monkeypatch.setattr(found, "look", fail)
+    monkeypatch.setattr("ddpdebug.hub.watch._EVERY", 0.01)
+    found.start()
+    assert until(lambda: len(looks) > 1)
+    found.close()
+    assert said == ["cannot look for runs: RecursionError: "]
