@@ -218,7 +218,7 @@ class _Process:
             mirror.verify()
         try:
             if mirror.bring(post.send) == 0 and time.monotonic() - self._last >= _WORD:
-                post.send([])
+                mirror.greet(post.send)
                 self._last = time.monotonic()
         except RefusedError as error:
             self._failed(post.url, error, at_once=True)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -469,3 +470,73 @@ def test_finding_without_an_id(tmp_path: Path, store: Store) -> None:
         file.write(nameless.to_json() + "\n" + nameless.to_json() + "\n")
     bring(store, directory)
     assert [each["id"] for each in store.findings()] == ["RANK104-1", "NUM301#1", "NUM301#2"]
+
+
+def _send(store: Store, key: str) -> Any:
+    return lambda pieces, all_files: store.receive(key, "push", pieces, all_files=all_files)
+
+
+def test_another_database(tmp_path: Path, store: Store) -> None:
+    """A hub whose database was replaced gets a run that goes on anew, also where nothing comes of it any more."""
+    run = MadeUp(ended=None, findings=[finding()])
+    directory = run.write(tmp_path / "run")
+    mirror, other = Mirror(directory), Store(tmp_path / "other.sqlite")
+    mirror.bring(_send(store, run.key))
+    mirror.greet(_send(store, run.key))
+    assert mirror.bring(_send(store, run.key)) == 0
+    mirror.greet(_send(other, run.key))
+    mirror.bring(_send(other, run.key))
+    same(other, run, directory)
+    third = Store(tmp_path / "third.sqlite")
+    with (directory / "steps.bin").open("ab") as file:
+        file.write((directory / "steps.bin").read_bytes()[24:])
+    mirror.bring(_send(third, run.key))
+    assert held(third, run.key) == mirrored(directory)
+    for each in (other, third):
+        each.close()
+    mirror.close()
+
+
+def test_file_that_is_full(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that the hub takes no more of, no more is sent, until all is compared at the end."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "run")
+    mirror, sent = Mirror(directory), list[str]()
+
+    def send(pieces: Sequence[Piece], all_files: bool) -> dict[str, Held]:  # noqa: FBT001 - as `bring` calls it
+        sent.extend(piece.path for piece in pieces)
+        return store.receive(run.key, "push", pieces, all_files=all_files)
+
+    mirror.bring(send)
+    monkeypatch.setattr("ddpdebug.hub.store.MAX_FILE", (directory / "steps.bin").stat().st_size)
+    sent.clear()
+    for _ in range(4):
+        with (directory / "steps.bin").open("ab") as file:
+            file.write(bytes(752))
+        mirror.bring(send)
+    assert sent == ["steps.bin"]
+    monkeypatch.undo()
+    mirror.verify()
+    mirror.bring(send)
+    assert held(store, run.key) == mirrored(directory)
+    mirror.close()
+
+
+def test_segment_goes_although_a_batch_was_lost(tmp_path: Path, store: Store) -> None:
+    """A file that is not there any more goes from the hub, also where the hub did not hear of it the first time."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "run")
+    (directory / "observations.00001.jsonl").write_text("{}\n")
+    mirror = Mirror(directory)
+    mirror.bring(_send(store, run.key))
+    (directory / "observations.00001.jsonl").unlink()
+
+    def fail(*_: object) -> dict[str, Held]:
+        raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011 - it has no words
+        mirror.bring(fail)
+    mirror.bring(_send(store, run.key))
+    assert held(store, run.key) == mirrored(directory)
+    assert mirror.bring(_send(store, run.key)) == 0
+    mirror.close()
