@@ -167,7 +167,7 @@ class Mirror:
         # what it has as before, and did not name when it was given more, is full
         self._unwanted |= {path for path, held in self._lost.items() if files.get(path) == held}
         self._lost.clear()
-        self._there, self._met = dict(files), True
+        self._there, self._met, self._next_ranks = dict(files), True, self._clock()
 
     def greet(self, send: Callable[[Sequence[Piece], bool], Mapping[str, Held]]) -> None:
         """Say that there is nothing new, in a piece without bytes: the answer tells whether the other side has all."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import SQLAlchemyError
 
 from ddpdebug.errors import UsageError
 from ddpdebug.hub import schema
@@ -42,7 +43,16 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Store:
-    return Store(tmp_path / "hub.sqlite", clock)
+    return Store(tmp_path / "hub.sqlite", clock, steady=clock)
+
+
+def wait(store: Store, clock: Clock, seconds: float) -> list[str]:
+    """Let time pass as it does in a hub, which looks every few seconds; return whose state has changed."""
+    found: list[str] = []
+    for _ in range(int(seconds)):
+        clock.now += 1
+        found += store.look_again()
+    return found
 
 
 def mirrored(directory: Path) -> dict[str, bytes]:
@@ -374,10 +384,8 @@ def test_lost_and_heard_again(tmp_path: Path, store: Store, clock: Clock, source
     """A run of which nobody hears is lost, and is back once it is heard of."""
     run = MadeUp(ended=None)
     bring(store, run.write(tmp_path / "run"), source)
-    clock.now += patience - 1
-    assert store.look_again() == []
-    clock.now += 2
-    assert store.look_again() == [run.key]
+    assert wait(store, clock, patience) == []
+    assert wait(store, clock, 1) == [run.key]
     assert store.runs()[0]["state"] == "lost"
     store.receive(run.key, source, [])
     assert store.runs()[0]["state"] == "running"
@@ -392,8 +400,30 @@ def test_restart_of_the_hub(tmp_path: Path, clock: Clock) -> None:
     clock.now += 3600
     store = Store(tmp_path / "hub.sqlite", clock)
     assert store.look_again() == []
-    clock.now += 31
-    assert store.look_again() == [run.key]
+    assert wait(store, clock, 31) == [run.key]
+
+
+@pytest.mark.parametrize("why", ["stood still", "database away"])
+def test_hub_that_did_not_hear(
+    tmp_path: Path, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Runs are not lost because the hub stood still itself, or could not store what it was told."""
+    run = MadeUp(ended=None)
+    bring(store, run.write(tmp_path / "run"), "push")
+    if why == "stood still":
+        clock.now += 3600
+        assert store.look_again() == []
+    else:
+
+        def fail(*_: object) -> None:
+            raise SQLAlchemyError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "write", fail)
+            with pytest.raises(SQLAlchemyError):
+                wait(store, clock, 31)
+    assert wait(store, clock, 30) == []
+    assert wait(store, clock, 1) == [run.key]
 
 
 def test_clock_set_back(tmp_path: Path, store: Store, clock: Clock) -> None:
@@ -402,8 +432,7 @@ def test_clock_set_back(tmp_path: Path, store: Store, clock: Clock) -> None:
     bring(store, run.write(tmp_path / "run"), "push")
     clock.now -= 7200
     store.look_again()
-    clock.now += 31
-    assert store.look_again() == [run.key]
+    assert wait(store, clock, 31) == [run.key]
 
 
 def test_ends_of_other_ranks(tmp_path: Path, store: Store, clock: Clock) -> None:
@@ -415,8 +444,7 @@ def test_ends_of_other_ranks(tmp_path: Path, store: Store, clock: Clock) -> None
     (directory / "ranks" / "1" / "outcome.json").write_text(json.dumps(told))
     bring(store, directory, "push")
     assert store.runs()[0]["state"] == "running"
-    clock.now += 31
-    store.look_again()
+    wait(store, clock, 31)
     assert store.runs()[0]["state"] == "failed"
 
 
@@ -432,7 +460,56 @@ def test_old_runs_go(tmp_path: Path, store: Store, clock: Clock) -> None:
     assert {run["run_id"] for run in store.runs()} == {"run0", "run3"}
     assert store.content(MadeUp(run="run2").key, "steps.bin") is None
     with pytest.raises(NotWantedError):
-        bring(store, tmp_path / "run2")
+        bring(store, tmp_path / "run2", "push")
+    bring(store, tmp_path / "run2", "import")
+    bring(store, tmp_path / "run2", "push")
+    assert {run["run_id"] for run in store.runs()} == {"run0", "run2", "run3"}
+
+
+def test_clock_that_is_wrong(tmp_path: Path, clock: Clock) -> None:
+    """A clock that is set deletes nothing for its age; what a wrong one has deleted is taken again."""
+    steady = Clock(0.0)
+    store, run = Store(tmp_path / "hub.sqlite", clock, steady), MadeUp(findings=[finding()])
+    bring(store, run.write(tmp_path / "run"), "push")
+    clock.now += 40 * 86400
+    assert store.forget(keep=30 * 86400, most=1e12) == []
+    steady.now, clock.now = steady.now + 3601, clock.now + 3601
+    assert store.forget(keep=30 * 86400, most=1e12) == [run.key]
+    clock.now -= 40 * 86400
+    bring(store, tmp_path / "run", "push")
+    assert store.runs()[0]["key"] == run.key
+
+
+def test_findings_after_the_clock_was_set_back(tmp_path: Path, store: Store, clock: Clock) -> None:
+    """Who asks for later findings misses none that came while the clock was behind."""
+    bring(store, MadeUp(findings=[finding()]).write(tmp_path / "a"))
+    first = store.findings()[0]["first_seen"]
+    clock.now -= 60
+    bring(store, MadeUp(run="bbbbbb", findings=[finding("NUM301")]).write(tmp_path / "b"))
+    assert [each["finding"]["code"] for each in store.findings(since=first - 5)] == ["RANK104", "NUM301"]
+
+
+def test_file_shrinks(tmp_path: Path, store: Store, clock: Clock) -> None:
+    """The room of what was deleted is given back."""
+    bring(store, MadeUp(steps=2000).write(tmp_path / "run"))
+    clock.now += 100
+    store.forget(keep=50, most=1e12)
+    with store.read() as connection:
+        assert connection.execute(text("PRAGMA freelist_count")).scalar_one() == 0
+
+
+def test_what_is_remembered(store: Store, clock: Clock) -> None:
+    """What was sent, and what was deleted, is known for a month, and not for ever."""
+    told = {"target": "t", "run": "r", "finding": "f", "next_at": clock.now}
+    with store.write() as connection:
+        connection.execute(schema.delivery.insert().values(**told))
+        store.put(connection, schema.forgotten, [{"run": "r", "time": clock.now}])
+    for days, left in ((29, 1), (2, 0)):
+        clock.now += days * 86400
+        store.forget(keep=86400, most=1e12)
+        with store.read() as connection:
+            for table in (schema.delivery, schema.forgotten):
+                assert connection.execute(select(func.count()).select_from(table)).scalar_one() == left
 
 
 def test_filters(tmp_path: Path, store: Store) -> None:
@@ -503,7 +580,7 @@ def test_file_that_is_full(tmp_path: Path, store: Store, monkeypatch: pytest.Mon
     directory = run.write(tmp_path / "run")
     mirror, sent = Mirror(directory), list[str]()
 
-    def send(pieces: Sequence[Piece], all_files: bool) -> dict[str, Held]:  # noqa: FBT001 - as `bring` calls it
+    def send(pieces: Sequence[Piece], all_files: bool) -> dict[str, Held]:
         sent.extend(piece.path for piece in pieces)
         return store.receive(run.key, "push", pieces, all_files=all_files)
 
@@ -534,7 +611,7 @@ def test_segment_goes_although_a_batch_was_lost(tmp_path: Path, store: Store) ->
     def fail(*_: object) -> dict[str, Held]:
         raise OSError
 
-    with pytest.raises(OSError):  # noqa: PT011 - it has no words
+    with pytest.raises(OSError):
         mirror.bring(fail)
     mirror.bring(_send(store, run.key))
     assert held(store, run.key) == mirrored(directory)
