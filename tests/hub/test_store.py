@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from sqlalchemy import func, select, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from ddpdebug.commands import main
 from ddpdebug.errors import UsageError
 from ddpdebug.hub import schema
 from ddpdebug.hub.derived import BUCKETS
@@ -617,3 +618,25 @@ def test_segment_goes_although_a_batch_was_lost(tmp_path: Path, store: Store) ->
     assert held(store, run.key) == mirrored(directory)
     assert mirror.bring(_send(store, run.key)) == 0
     mirror.close()
+
+
+def test_import_holds_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Many runs may be imported at once, and what cannot be stored is said of the run."""
+    for name in ("a", "b", "c"):
+        MadeUp(run=name, steps=2).write(tmp_path / "runs" / name)
+
+    def held_open() -> int:
+        return sum(str(tmp_path / "runs") in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+    words = ["hub", "import", str(tmp_path / "runs"), "--data", str(tmp_path / "hub.sqlite")]
+    assert main(words) == 0
+    assert held_open() == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise OperationalError("", {}, ValueError("the disk is full"))
+
+    monkeypatch.setattr(Store, "receive", fail)
+    assert main(words) == 1
+    assert capsys.readouterr().err.count("is not imported: the disk is full") == 3
