@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,18 +139,21 @@ def import_(run_dirs: tuple[Path, ...], data: str) -> Callable[[], int]:
 
 
 def _import(directories: list[Path], store: Any) -> int:
-    from ddpdebug.hub.store import NotWantedError, copy_run  # noqa: PLC0415 - not before it is needed
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - not before it is needed
+
+    from ddpdebug.hub.store import NotWantedError, copy_run  # noqa: PLC0415
     from ddpdebug.run_directory.mirror import Mirror  # noqa: PLC0415
 
     failed = 0
     for directory in directories:
         try:
-            mirror = Mirror(directory)
-            copy_run(store, mirror, "import", at=mirror.changed)
-            print(f"{directory}: {mirror.key}")
-        except (OSError, ValueError, NotWantedError) as error:
+            with closing(Mirror(directory)) as mirror:
+                copy_run(store, mirror, "import", at=mirror.changed)
+                print(f"{directory}: {mirror.key}")
+        except (OSError, ValueError, NotWantedError, SQLAlchemyError) as error:
             failed = 1
-            print(f"ddpdebug: error: {directory} is not imported: {error}", file=sys.stderr)
+            reason = str(getattr(error, "orig", None) or error)
+            print(f"ddpdebug: error: {directory} is not imported: {reason}", file=sys.stderr)
     return failed
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpdebug.schema.finding import Finding, strict
 from ddpdebug.schema.hangs import is_over
-from ddpdebug.schema.row import LAYOUT_VERSION, Flag, Row
+from ddpdebug.schema.row import Flag, Row, layout as layout_here
 from ddpdebug.schema.step import step_of
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 
@@ -32,6 +32,10 @@ BUCKETS, SUMMARISED = 512, 64
 RANKS = 4096
 _MOST = 1 << 48  # more steps than a run takes: a larger number is damage
 _MINUTE = 60.0
+#: Lists and objects within each other: whoever shows or sends deeper ones would run out of stack.
+_DEEPEST = 64
+#: Seconds of a step that count for the rate; others are damage, and the inverse of some is no number.
+_SHORTEST, _LONGEST = 1e-9, 1e9
 _HEADER = struct.Struct("<8sIIQ")
 _COMPARED = tuple(dict.fromkeys(name for names in COMPARED.values() for name in names))
 _TOLD = (b'"place"', b'"end"')
@@ -68,6 +72,17 @@ def document(data: bytes | None) -> dict[str, Any] | None:
 def dumped(value: object) -> str:
     """Return a value as strict JSON in ASCII."""
     return json.dumps(strict(value), allow_nan=False)
+
+
+def is_deep(value: object) -> bool:
+    """Tell whether a value of JSON is nested deeper than one that a run writes."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        held = [each for each in level if isinstance(each, dict | list)]
+        level = [item for each in held for item in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return False
+    return True
 
 
 def of_run(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,9 +178,10 @@ def _layout(version: int, form: str, fields: tuple[str, ...]) -> Layout | None:
         places = [fields.index(name) for name in ("rank", "step", "optimizer", "flags", "loss", "step_seconds")]
     except ValueError:
         return None
-    if form[places[4] + 1] + form[places[5] + 1] != "dd":
+    kinds = "".join(form[place + 1] for place in places)
+    if not re.fullmatch("[Qq]{4}dd", kinds):
         return None
-    own = version == LAYOUT_VERSION and fields == Row._fields
+    own = {"version": version, "format": form, "fields": list(fields)} == layout_here()
     return Layout(struct.Struct(form), itemgetter(*places), itemgetter(places[2], places[1]), own)
 
 
@@ -239,7 +255,7 @@ class Folding:
             if optimizer != 0 or not 0 <= rank < min(self._world, RANKS):
                 continue
             self.last[rank] = max(step, self.last.get(rank, 0))
-            if rank == 0 and 0 < taken < math.inf and not flags & Flag.FIRST:  # that one takes long
+            if rank == 0 and _SHORTEST < taken < _LONGEST and not flags & Flag.FIRST:  # that one takes long
                 mean = taken if self.rate is None else 1 / self.rate
                 self.rate = 1 / (mean + max(1 / max(step, 1), -math.expm1(-mean / _MINUTE)) * (taken - mean))
             if rank < SUMMARISED:

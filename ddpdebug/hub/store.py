@@ -7,13 +7,14 @@ that is killed, or has no room left, shows what it showed before. One batch of a
 from __future__ import annotations
 
 import json
+import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import (
     Connection,
@@ -27,7 +28,6 @@ from sqlalchemy import (
     insert,
     make_url,
     select,
-    text,
     update,
 )
 from sqlalchemy.dialects import sqlite
@@ -35,7 +35,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from ddpdebug.errors import UsageError
 from ddpdebug.hub import derived, states
-from ddpdebug.hub.schema import VERSION, about, chunk, file, finding, forgotten, metadata, rank, run, summary
+from ddpdebug.hub.schema import VERSION, about, chunk, delivery, file, finding, forgotten, metadata, rank, run, summary
 from ddpdebug.run_directory.mirror import (
     MAX_DOCUMENT,
     MAX_FILE,
@@ -53,6 +53,12 @@ from ddpdebug.schema.run_state import RUN_KEY
 MAX_RUN, MAX_FILES = 256 << 20, 20_000
 #: Bytes of a chunk that the next ones are added to.
 _CHUNK = 64 << 10
+#: A hub that has not looked for so many seconds stood still itself: what it did not hear says nothing.
+_STOOD_STILL = 15.0
+#: Seconds by which a clock is set, and for how long no run is too old after that: the new time may be wrong.
+_JUMP, _SETTLED = 60.0, 3600.0
+#: Seconds for which it is known what was sent and what was deleted.
+_REMEMBERED = 30 * 86400.0
 
 
 #: What a list of runs has of each.
@@ -69,13 +75,24 @@ class Store:
     Args:
         place: a file for SQLite, or a URL of SQLAlchemy (`postgresql+psycopg://...`).
         clock: seconds since the epoch.
+        steady: seconds since any moment, by a clock that nobody sets.
 
     Raises:
         UsageError: the database cannot be opened, or was made by another version.
     """
 
-    def __init__(self, place: str | Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        place: str | Path,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.clock, self._lock, self._begun = clock, threading.Lock(), clock()
+        self._looked = self._begun
+        #: When the last whole pass over the watched directories began; None where none are watched here.
+        self.passed: float | None = None
+        self._steady, self._ahead = steady, clock() - steady()
+        self._set_at = self._pruned_at = float("-inf")
         self._puts: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Any] = {}
         try:
             self._engine = _engine(place)
@@ -95,6 +112,8 @@ class Store:
     def read(self) -> Iterator[Connection]:
         """Yield a connection that sees one moment of the database."""
         with self._engine.connect() as connection:
+            if not self._is_sqlite:
+                connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
 
     @contextmanager
@@ -173,8 +192,11 @@ class Store:
             raise NotWantedError(f"{key[:80]!r} names no run")
         with self.write(key) as connection:
             now = self.clock()
-            if connection.execute(select(forgotten.c.run).where(forgotten.c.run == key)).first() is not None:
-                raise NotWantedError("the run was deleted here, for its age or for lack of room")
+            deleted = connection.execute(select(forgotten.c.time).where(forgotten.c.run == key)).scalar()
+            if deleted is not None:
+                if deleted <= now and source != "import":
+                    raise NotWantedError("the run was deleted here, for its age or for lack of room")
+                connection.execute(delete(forgotten).where(forgotten.c.run == key))  # by a clock that was wrong
             self._welcome(connection, key, source, now, at)
             there, changed = self._apply(connection, key, list(pieces), now, all_files=all_files)
             self._derive(connection, key, changed, now, at)
@@ -269,6 +291,8 @@ class Store:
         new: dict[str, Any] = {}
         if RUN in changed:
             told = derived.document(self._content(connection, key, RUN))
+            if derived.is_deep(told):
+                raise NotWantedError(f"its {RUN} is nested too deep")
             new |= derived.of_run(told or {})
         document = json.loads(new.get("document") or row["document"] or "{}")
         if any(path.endswith(FINDINGS) or path == RUN for path in changed):
@@ -284,7 +308,7 @@ class Store:
 
     def _findings(self, connection: Connection, key: str, now: float) -> dict[str, Any]:
         with self.copied(connection, key, (RUN, "%" + FINDINGS)) as directory:
-            found = read_findings(directory)
+            found = [each for each in read_findings(directory) if not derived.is_deep(each.evidence)]
         rows = {one["id"]: one for place, each in enumerate(found) if (one := derived.of_finding(each, place))}
         mine = finding.c.run == key
         known = {
@@ -296,6 +320,8 @@ class Store:
             connection.execute(delete(finding).where(mine, finding.c.id.in_(gone)))
         different = [one for one in rows.values() if known.get(one["id"]) != (one["place"], one["document"])]
         # seen one after the other, so that who asks for later ones misses none
+        newest = connection.execute(select(func.max(finding.c.first_seen))).scalar()
+        now = now if newest is None else max(now, newest)  # the clock may be set back
         stamped = [one | {"run": key, "first_seen": now + 1e-6 * place} for place, one in enumerate(different)]
         if stamped:
             self.put(connection, finding, stamped, first_seen=_kept(finding.c.first_seen))
@@ -412,7 +438,8 @@ class Store:
                 outcomes[int(path.split("/")[1])] = outcome
         check = derived.document(self._content(connection, key, CHECK))
         check = check if check is not None and check.get("run") == document.get("run") else None
-        silent = now - max(row["last_seen"], self._begun if row["source"] != "import" else 0.0)
+        until = now if row["source"] != "watch" or self.passed is None else min(now, self.passed)
+        silent = until - max(row["last_seen"], self._begun if row["source"] != "import" else 0.0)
         state = states.state_of(
             states.Told(document, outcomes, check),
             [Finding.from_json(each) for each in found],
@@ -428,8 +455,20 @@ class Store:
 
     def look_again(self) -> list[str]:
         """Find the runs that nobody has heard of for long, or again; return those whose state has changed."""
-        now, found = self.clock(), []
+        now = self.clock()
         self._begun = min(self._begun, now)  # the clock may be set back
+        if now - self._looked > _STOOD_STILL:
+            self._begun = now
+        try:
+            found = self._look(now)
+        except SQLAlchemyError:  # whoever pushes cannot be heard either
+            self._begun = now
+            raise
+        self._looked = now
+        return found
+
+    def _look(self, now: float) -> list[str]:
+        found = []
         with self.read() as connection:
             live = list(connection.execute(select(run.c.key, run.c.last_seen).where(run.c.state.in_(states.LIVE))))
         for key, seen in live:
@@ -487,6 +526,7 @@ class Store:
 
     def run(self, key: str) -> dict[str, Any] | None:
         """Return all that is known of a run; None where there is none."""
+        key = derived.text(key)
         with self.read() as connection:
             row = connection.execute(select(run).where(run.c.key == key)).mappings().first()
             if row is None:
@@ -548,7 +588,7 @@ class Store:
     def content(self, key: str, path: str) -> bytes | None:
         """Return a file of a run as it was mirrored; None where there is none."""
         with self.read() as connection:
-            return self._content(connection, key, path)
+            return self._content(connection, derived.text(key), derived.text(path))
 
     def _content(self, connection: Connection, key: str, path: str, start: int = 0) -> bytes | None:
         mine = (chunk.c.run == key) & (chunk.c.path == path)
@@ -582,7 +622,10 @@ class Store:
 
     def forget(self, keep: float, most: float) -> list[str]:
         """Delete runs that are over and older than `keep` seconds, and the oldest beyond `most` bytes; return them."""
-        now, gone = self.clock(), []
+        now, steady, gone = self.clock(), self._steady(), []
+        if abs(now - steady - self._ahead) > _JUMP:
+            self._ahead, self._set_at = now - steady, steady
+        keep = float("inf") if steady - self._set_at < _SETTLED else keep
         with self.read() as connection:
             rows = connection.execute(
                 select(run.c.key, run.c.last_seen, run.c.bytes, run.c.state).order_by(run.c.last_seen)
@@ -595,8 +638,14 @@ class Store:
                 left -= size
                 gone.append(str(key))
         if gone and self._is_sqlite:
-            with suppress(SQLAlchemyError), self._engine.connect() as connection:
-                connection.execute(text("PRAGMA incremental_vacuum"))
+            with self._lock, closing(self._engine.raw_connection()) as connection, suppress(sqlite3.Error):
+                # each step of this statement gives one page back, and only a script takes all of them
+                cast("sqlite3.Connection", connection.driver_connection).executescript("PRAGMA incremental_vacuum")
+        if steady - self._pruned_at > _SETTLED and keep < float("inf"):
+            self._pruned_at, old = steady, now - max(keep, _REMEMBERED)
+            with self.write("outgoing") as connection:
+                connection.execute(delete(delivery).where(delivery.c.next_at < old))
+                connection.execute(delete(forgotten).where(forgotten.c.time < old))
         return gone
 
     def delete(self, key: str) -> None:

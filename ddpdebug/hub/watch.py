@@ -21,6 +21,8 @@ from ddpdebug.run_directory.mirror import RUN, Mirror, digest_of
 
 #: Seconds between two looks at runs that go on, at those that are over, and for new ones.
 _EVERY, _OVER, _SEARCH = 2.0, 60.0, 10.0
+#: A directory in which nothing was written for so many seconds is not held open.
+_OLD = 600.0
 #: Directories below one that is watched, and how deep they may lie.
 _MOST, _DEEPEST = 50_000, 6
 
@@ -46,6 +48,8 @@ class Watch:
         self._known: list[Path] = []
         self._next_search = float("-inf")
         self._said: set[str] = set()
+        if roots:
+            store.passed = store.clock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpdebug-hub-watch", daemon=True)
 
@@ -63,6 +67,7 @@ class Watch:
 
     def look(self) -> None:
         """Look at everything once."""
+        begun = self._store.clock()
         if time.monotonic() >= self._next_search:
             self._known = [path for root in self._roots for path in runs_below(root)]
             self._next_search = time.monotonic() + _SEARCH
@@ -72,14 +77,24 @@ class Watch:
             try:
                 self._look_at(directory)
             except (OSError, ValueError, NotWantedError) as error:  # unreadable, another run, or not wanted
+                if directory not in self._mirrors or isinstance(error, NotWantedError):
+                    self._set_aside(directory)
                 self._let_go(directory)
                 self._say(f"{directory}: {error}")
             except SQLAlchemyError as error:  # no room, for now
                 self._say(f"cannot store {directory}: {str(getattr(error, 'orig', error))[:200]}")
+            except Exception as error:  # noqa: BLE001 - whatever one directory holds, the others are watched
+                self._let_go(directory)
+                self._say(f"cannot show {directory}: {type(error).__name__}: {str(error)[:200]}")
+        if self._roots:
+            self._store.passed = begun
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 - the thread must live on
+                self._say(f"cannot look for runs: {type(error).__name__}: {str(error)[:200]}")
             self._stop.wait(_EVERY)
 
     def _look_at(self, directory: Path) -> None:
@@ -99,17 +114,24 @@ class Watch:
                 self._let_go(directory)
                 self._over[directory] = (*signature, now)
                 return
-        changed = self._bring(mirror, first=first)
-        if not changed and self._store.is_over(mirror.key):
+        at = mirror.changed if first else None
+        changed = self._bring(mirror, at)
+        old = at is not None and self._store.clock() - at > _OLD
+        if old or (not changed and self._store.is_over(mirror.key)):
             self._let_go(directory)
             self._over[directory] = (*signature, now)
 
-    def _bring(self, mirror: Mirror, *, first: bool) -> int:
+    def _bring(self, mirror: Mirror, at: float | None) -> int:
         """Bring the store up to date; what is there at the first look was written when the files say."""
-        at = mirror.changed if first else None
         return mirror.bring(
             lambda pieces, all_files: self._store.receive(mirror.key, "watch", pieces, all_files=all_files, at=at)
         )
+
+    def _set_aside(self, directory: Path) -> None:
+        """Look at a directory again when its `run.json` is another one, and seldom until then."""
+        with suppress(OSError):
+            info = (directory / RUN).lstat()
+            self._over[directory] = (info.st_ino, info.st_mtime_ns, time.monotonic())
 
     def _let_go(self, directory: Path) -> None:
         if (mirror := self._mirrors.pop(directory, None)) is not None:

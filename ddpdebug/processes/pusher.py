@@ -18,8 +18,8 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ _LONGEST = 10.0
 #: One that has not answered for so long is said to; at once where it refuses.
 _SILENCE = 8.0
 _TIMEOUT = 10.0
+#: A push may take so long, also where the hub answers a byte at a time: it gives up on one that comes so slowly itself.
+_PUSH = 45.0
 #: What may be waited for at the end of a rank that nothing outlives.
 _LAST_WORDS = 2.0
 #: Once the rank has gone, others of the run may still write for so long; a hub that does not answer is given so long.
@@ -149,7 +151,7 @@ class Post:
         except urllib.error.HTTPError as error:
             with suppress(OSError, ValueError, http.client.HTTPException):
                 error.msg = str(json.loads(error.read(4096))["error"])[:200]
-            raise RefusedError(f"{error.code} {error.msg}", for_good=error.code in {404, 409, 410}) from None
+            raise RefusedError(f"{error.code} {error.msg}", for_good=error.code in {409, 410}) from None
         except (http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             raise OSError(f"no hub answers there ({type(error).__name__})") from None
 
@@ -187,13 +189,32 @@ class _Process:
         self._failing: float | None = None
         self._said = False
         self._pause, self._last = _EVERY, float("-inf")  # when the hub last heard that there is nothing new
+        self._sends = False
+        signal.signal(signal.SIGALRM, self._late)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._asked)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
     def _asked(self, *_: object) -> None:
         """Take it that all of the job is being ended: a push or two, and no more."""
         self._deadline = min(self._deadline, time.monotonic() + _LAST_WORDS)
+        if self._sends:
+            signal.setitimer(signal.ITIMER_REAL, _LAST_WORDS, 1.0)
+
+    def _late(self, *_: object) -> None:
+        if self._sends:
+            raise TimeoutError("the answer does not come to its end")
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Raise TimeoutError in what takes too long, or is in the way of the end."""
+        self._sends = True
+        signal.setitimer(signal.ITIMER_REAL, max(min(_PUSH, self._deadline - time.monotonic()), 0.1), 1.0)
+        try:
+            yield
+        finally:
+            self._sends = False
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def run(self) -> None:
         """Wait for a run, and push it."""
@@ -216,17 +237,22 @@ class _Process:
         over = self._is_quiet()
         if over:
             mirror.verify()
+
+        def send(pieces: Sequence[Piece], all_files: bool) -> dict[str, Held]:  # noqa: FBT001 - as `bring` calls it
+            with self._bounded():
+                return post.send(pieces, all_files)
+
         try:
-            if mirror.bring(post.send) == 0 and time.monotonic() - self._last >= _WORD:
-                post.send([])
+            if mirror.bring(send) == 0 and time.monotonic() - self._last >= _WORD:
+                mirror.greet(send)
                 self._last = time.monotonic()
         except RefusedError as error:
-            self._failed(post.url, error, at_once=True)
+            self._failed(post.url, error, at_once=True, for_good=error.for_good)
             return error.for_good
         except ValueError:  # another run has the directory, or nobody
             return True
         except OSError as error:
-            self._failed(post.url, error, at_once=False)
+            self._failed(post.url, error, at_once=isinstance(getattr(error, "reason", None), ConnectionRefusedError))
             return False
         finally:
             if self._ended is not None:  # whether it worked or not: the rank may wait
@@ -238,19 +264,19 @@ class _Process:
         """Tell whether all that belongs to the run has had time to write how it ended."""
         return self._gone is not None and time.monotonic() - self._gone >= _AFTER
 
-    def _failed(self, url: str, error: Exception, *, at_once: bool) -> None:
+    def _failed(self, url: str, error: Exception, *, at_once: bool, for_good: bool = False) -> None:
         now = time.monotonic()
         self._failing = now if self._failing is None else self._failing
         self._pause = min(_LONGEST, 2 * self._pause)
         if at_once or now - self._failing >= _SILENCE or self._ended is not None:
-            self._say(url, error)
+            self._say(url, error, for_good=for_good)
 
-    def _say(self, url: str, error: Exception) -> None:
+    def _say(self, url: str, error: Exception, *, for_good: bool) -> None:
         if not self._said:
             self._said = True
             reason = " ".join(str(getattr(error, "reason", None) or error).split())[:200]
-            later = f"ddpdebug hub push {self._facts['directory']}"
-            self._tell(trouble=f"the hub at {url} does not take the run: {reason}; tried again, and later: {later}")
+            later = f"tried again, and later: ddpdebug hub push {self._facts['directory']}"
+            self._tell(trouble=f"the hub at {url} does not take the run: {reason}{'' if for_good else f'; {later}'}")
 
     def _tell(self, **words: Any) -> None:
         with suppress(OSError):

@@ -120,8 +120,10 @@ class Mirror:
         self._there: dict[str, Held] = {}  # what the other side has
         self._read: dict[str, tuple[int, Held]] = {}  # the file's number, and what was read of it so far
         self._done: dict[str, tuple[int, ...]] = {}  # the file as it was when all of it was there
-        self._sent: dict[str, tuple[Held, tuple[int, ...] | None]] = {}  # what should be there after this batch
+        # what should be there after this batch, or not any more
+        self._sent: dict[str, tuple[Held | None, tuple[int, ...] | None]] = {}
         self._unwanted: set[str] = set()
+        self._lost: dict[str, Held] = {}  # what was there, until the other side said that it is not
         self._bundles = b""
         self._next_ranks = clock()  # when the folders of the ranks are looked into again
         self._run_as_read: tuple[int, ...] | None = None
@@ -141,18 +143,37 @@ class Mirror:
 
     def learn(self, files: Mapping[str, Held]) -> bool:
         """Take note of what the other side has; return whether it has all that was sent."""
-        self._there.update(files)
         fine = True
         for path, (held, complete) in self._sent.items():
             if files.get(path) != held:
                 fine = False
                 self._read.pop(path, None)
-                if path not in files:
+                if path not in files and path in self._there:  # it may have lost all that it had
+                    self._lost[path], self._met = self._there.pop(path), False
+                elif path not in files:
                     self._unwanted.add(path)
+            elif held is None:
+                self._there.pop(path, None)
             elif complete is not None:
                 self._done[path] = complete
         self._sent.clear()
+        self._there.update(files)
         return fine
+
+    def _meet(self, files: Mapping[str, Held]) -> None:
+        """Begin with what the other side has of all files: it may be another one than before."""
+        for path in [path for path in self._done if files.get(path) != self._there.get(path, self._lost.get(path))]:
+            del self._done[path]
+        # what it has as before, and did not name when it was given more, is full
+        self._unwanted |= {path for path, held in self._lost.items() if files.get(path) == held}
+        self._lost.clear()
+        self._there, self._met, self._next_ranks = dict(files), True, self._clock()
+
+    def greet(self, send: Callable[[Sequence[Piece], bool], Mapping[str, Held]]) -> None:
+        """Say that there is nothing new, in a piece without bytes: the answer tells whether the other side has all."""
+        held = self._there.get(RUN)
+        self._sent = {} if held is None else {RUN: (held, None)}
+        self.learn(send([] if held is None else [Piece(RUN, held.size)], False))
 
     def bring(self, send: Callable[[Sequence[Piece], bool], Mapping[str, Held]]) -> int:
         """Send all that the other side has not, as far as it takes it; return how many pieces those were.
@@ -160,22 +181,22 @@ class Mirror:
         Args:
             send: sends pieces, and returns what the other side has then: of these files, or of all of the run's.
         """
-        if not self._met:
-            self._sent.clear()
-            self.learn(send([], True))
-            self._met = True
         sent, fine = 0, True
-        while pieces := self.pieces():
+        while True:
+            if not self._met:
+                self._meet(send([], True))
+            if not (pieces := self.pieces()):
+                return sent
             before, fine = fine, self.learn(send(pieces, False))
             sent += len(pieces)
             if not fine and not before:  # somebody else brings it as well: what it comes to is seen later
-                break
-        return sent
+                return sent
 
     def verify(self) -> None:
         """Compare all files from their beginning when pieces are asked for again."""
         self._done.clear()
         self._read.clear()
+        self._unwanted.clear()
         self._next_ranks, self._met = self._clock(), False
 
     def pieces(self, room: int = BATCH) -> list[Piece]:
@@ -189,8 +210,7 @@ class Mirror:
         self._sent.clear()  # of a batch that did not arrive nothing is known
         paths = self._paths()
         found = [Piece(path, gone=True) for path in self._there.keys() - paths if _SEGMENT.fullmatch(path)]
-        for gone in found:
-            del self._there[gone.path]
+        self._sent |= {piece.path: (None, None) for piece in found}
         look = self._clock() >= self._next_ranks
         if look:
             self._bundles = self._listing()

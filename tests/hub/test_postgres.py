@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from run_records import ENDED, FINDING, judged, started
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import create_engine, func, select, text
 
 from ddpdebug.hub.schema import metadata
 from ddpdebug.hub.store import Store
@@ -141,3 +141,16 @@ def test_two_hubs_begin_at_the_same_time(database: str) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_page_sees_one_moment(database: str, directories: list[Path]) -> None:
+    """What comes in while a page is being made is on the next one; and no key is one that Postgres cannot read."""
+    store = Store(database, clock=lambda: _NOW)
+    _take(store, directories[0])
+    with store.read() as connection:
+        before = connection.execute(select(func.count()).select_from(metadata.tables["run"])).scalar_one()
+        _take(store, directories[1])
+        assert connection.execute(select(func.count()).select_from(metadata.tables["run"])).scalar_one() == before
+    assert len(store.runs()) == before + 1
+    assert store.run("a\0b") is store.content("a\0b", "run.json") is store.content("a", "run\0.json") is None
+    store.close()

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +22,8 @@ from ddpdebug.commands import main
 from ddpdebug.hub.app import create
 from ddpdebug.hub.auth import Auth
 from ddpdebug.hub.store import Store
-from ddpdebug.processes.pusher import Post, RefusedError
-from ddpdebug.run_directory.mirror import is_document
+from ddpdebug.processes.pusher import Post, RefusedError, _Process
+from ddpdebug.run_directory.mirror import Mirror, is_document
 from tests.hub.runs import MadeUp, Site, finding, serving
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has what it needs")
@@ -203,8 +204,10 @@ def test_killed_rank(tmp_path: Path, rank: Callable[..., Rank]) -> None:
         one.process.kill()
         assert until(lambda: not one.pushers())
         assert equal(store, one.directory)
-        store.clock = lambda: store.runs()[0]["last_seen"] + 31
-        store.look_again()
+        heard = store.runs()[0]["last_seen"]
+        for passed in range(32):
+            store.clock = lambda passed=passed: heard + passed  # type: ignore[misc]
+            store.look_again()
         assert state(store) == "lost"
 
 
@@ -312,3 +315,51 @@ def test_push_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "http://" in capsys.readouterr().err
     assert main(["hub", "push", str(directory), "--hub", "http://127.0.0.1:9"]) == 1
     assert "does not take the run" in capsys.readouterr().err
+
+
+def test_hub_that_trickles(rank: Callable[..., Rank]) -> None:
+    """A hub that answers a byte at a time does not keep the process when all of the job is being ended."""
+    let_go = threading.Event()
+
+    def reply(one: http.server.BaseHTTPRequestHandler) -> None:
+        one.send_response(200)
+        one.send_header("Content-Length", "100000")
+        one.end_headers()
+        with suppress(OSError):
+            while not let_go.wait(0.2):
+                one.wfile.write(b" ")
+
+    with other_server(reply) as (url, heard):
+        one = rank(url)
+        assert until(lambda: heard)
+        (pid,) = until(one.pushers)
+        os.kill(pid, signal.SIGTERM)
+        assert until(lambda: not one.pushers())
+        let_go.set()
+
+
+@pytest.mark.parametrize(("status", "again"), [(410, False), (404, True)])
+def test_what_is_said_of_a_refusal(rank: Callable[..., Rank], status: int, again: bool) -> None:
+    """A run that is refused for good is not said to be tried again; an address that may be mended is."""
+    with other_server(lambda one: _send(one, status, b"{}")) as (url, _):
+        one = rank(url)
+        (said,) = until(lambda: one.do("steps(0, 1)"), pause=1.1)
+        assert str(status) in said
+        assert ("tried again" in said) is again
+        assert bool(one.pushers()) is again or until(lambda: not one.pushers())
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A hub that is not there is said to after the first push: the job may be a short one."""
+    with other_server(lambda _: None) as (url, _):
+        pass
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # these are the test's
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process, mirror = _Process(theirs, -1), Mirror(MadeUp().write(tmp_path / "run"))
+    process._facts = {"directory": "d"}
+    assert not process._push(mirror, Post(url, KEY, lambda: ""))
+    assert "does not take the run" in json.loads(ours.recv(1 << 14, socket.MSG_DONTWAIT))["trouble"]
+    mirror.close()
+    for each in (ours, theirs):
+        each.close()

@@ -6,13 +6,16 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from ddpdebug.commands import main
 from ddpdebug.errors import UsageError
 from ddpdebug.hub import schema
 from ddpdebug.hub.derived import BUCKETS
@@ -41,7 +44,16 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Store:
-    return Store(tmp_path / "hub.sqlite", clock)
+    return Store(tmp_path / "hub.sqlite", clock, steady=clock)
+
+
+def wait(store: Store, clock: Clock, seconds: float) -> list[str]:
+    """Let time pass as it does in a hub, which looks every few seconds; return whose state has changed."""
+    found: list[str] = []
+    for _ in range(int(seconds)):
+        clock.now += 1
+        found += store.look_again()
+    return found
 
 
 def mirrored(directory: Path) -> dict[str, bytes]:
@@ -271,6 +283,58 @@ def test_hostile_run(tmp_path: Path, store: Store, hostile: dict[str, Any]) -> N
     assert store.runs()[0]["key"] == run.key
 
 
+_FIELDS = ["rank", "step", "optimizer", "flags", "loss", "step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "shown"),
+    [
+        ("<qqqddd", (0, 1, 0, 0.0, 1.0, 0.1), None),
+        ("<dqqqdd", (0.5, 1, 0, 0, 1.0, 0.1), None),
+        ("<qdqqdd", (0, 1.5, 0, 0, 1.0, 0.1), None),
+        ("<qqqqdd", (0, 1, 0, 0, 1.0, 5e-324), 1),
+        ("<qqqqdd", (0, 1, 0, 0, 1.0, 1.7e308), 1),
+    ],
+)
+def test_rows_that_no_run_writes(
+    tmp_path: Path, store: Store, form: str, row: tuple[float, ...], shown: int | None
+) -> None:
+    """Rows of any layout, with any number in them, are left out or shown, and leave no rate that is none."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "run")
+    told = json.loads((directory / "run.json").read_text())
+    told["layout"] = {"version": 5, "format": form, "fields": _FIELDS}
+    (directory / "run.json").write_text(json.dumps(told))
+    rows = struct.pack(form, *row) * 3
+    (directory / "steps.bin").write_bytes(struct.pack("<8sIIQ", b"ddpdebug", 5, struct.calcsize(form), 0) + rows)
+    bring(store, directory)
+    found = store.runs()[0]
+    assert (found["last_step"], found["rate"]) == (shown, None)
+
+
+@pytest.mark.parametrize("depth", [70, 900])
+def test_deep_finding(tmp_path: Path, store: Store, depth: int) -> None:
+    """A finding that holds lists within lists beyond any sense is left out; the others of its run are shown."""
+    directory = MadeUp(ended=None, findings=[finding()]).write(tmp_path / "run")
+    deep = finding("NUM301").to_json().replace('"evidence": {', '"evidence": {"x": ' + "[" * depth + "]" * depth + ", ")
+    with (directory / "findings.jsonl").open("a") as file:
+        file.write(deep + "\n")
+    bring(store, directory)
+    assert [each["finding"]["code"] for each in store.findings()] == ["RANK104"]
+    assert store.runs()[0]["newest_finding"] == "RANK104"
+
+
+@pytest.mark.parametrize("depth", [70, 900])
+def test_deep_run(tmp_path: Path, store: Store, depth: int) -> None:
+    """A run.json nested beyond any sense is refused in words."""
+    directory = MadeUp(ended=None).write(tmp_path / "run")
+    told = (directory / "run.json").read_text().rstrip()
+    (directory / "run.json").write_text(told[:-1] + ', "deep": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(NotWantedError, match="nested too deep"):
+        bring(store, directory)
+    assert held(store, MadeUp().key) == {}
+
+
 def test_links_are_not_followed(tmp_path: Path, store: Store) -> None:
     """Who lays links into a run directory does not see other files of whoever runs the hub."""
     secret = tmp_path / "secret"
@@ -321,10 +385,8 @@ def test_lost_and_heard_again(tmp_path: Path, store: Store, clock: Clock, source
     """A run of which nobody hears is lost, and is back once it is heard of."""
     run = MadeUp(ended=None)
     bring(store, run.write(tmp_path / "run"), source)
-    clock.now += patience - 1
-    assert store.look_again() == []
-    clock.now += 2
-    assert store.look_again() == [run.key]
+    assert wait(store, clock, patience) == []
+    assert wait(store, clock, 1) == [run.key]
     assert store.runs()[0]["state"] == "lost"
     store.receive(run.key, source, [])
     assert store.runs()[0]["state"] == "running"
@@ -339,8 +401,30 @@ def test_restart_of_the_hub(tmp_path: Path, clock: Clock) -> None:
     clock.now += 3600
     store = Store(tmp_path / "hub.sqlite", clock)
     assert store.look_again() == []
-    clock.now += 31
-    assert store.look_again() == [run.key]
+    assert wait(store, clock, 31) == [run.key]
+
+
+@pytest.mark.parametrize("why", ["stood still", "database away"])
+def test_hub_that_did_not_hear(
+    tmp_path: Path, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Runs are not lost because the hub stood still itself, or could not store what it was told."""
+    run = MadeUp(ended=None)
+    bring(store, run.write(tmp_path / "run"), "push")
+    if why == "stood still":
+        clock.now += 3600
+        assert store.look_again() == []
+    else:
+
+        def fail(*_: object) -> None:
+            raise SQLAlchemyError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "write", fail)
+            with pytest.raises(SQLAlchemyError):
+                wait(store, clock, 31)
+    assert wait(store, clock, 30) == []
+    assert wait(store, clock, 1) == [run.key]
 
 
 def test_clock_set_back(tmp_path: Path, store: Store, clock: Clock) -> None:
@@ -349,8 +433,7 @@ def test_clock_set_back(tmp_path: Path, store: Store, clock: Clock) -> None:
     bring(store, run.write(tmp_path / "run"), "push")
     clock.now -= 7200
     store.look_again()
-    clock.now += 31
-    assert store.look_again() == [run.key]
+    assert wait(store, clock, 31) == [run.key]
 
 
 def test_ends_of_other_ranks(tmp_path: Path, store: Store, clock: Clock) -> None:
@@ -362,8 +445,7 @@ def test_ends_of_other_ranks(tmp_path: Path, store: Store, clock: Clock) -> None
     (directory / "ranks" / "1" / "outcome.json").write_text(json.dumps(told))
     bring(store, directory, "push")
     assert store.runs()[0]["state"] == "running"
-    clock.now += 31
-    store.look_again()
+    wait(store, clock, 31)
     assert store.runs()[0]["state"] == "failed"
 
 
@@ -379,7 +461,56 @@ def test_old_runs_go(tmp_path: Path, store: Store, clock: Clock) -> None:
     assert {run["run_id"] for run in store.runs()} == {"run0", "run3"}
     assert store.content(MadeUp(run="run2").key, "steps.bin") is None
     with pytest.raises(NotWantedError):
-        bring(store, tmp_path / "run2")
+        bring(store, tmp_path / "run2", "push")
+    bring(store, tmp_path / "run2", "import")
+    bring(store, tmp_path / "run2", "push")
+    assert {run["run_id"] for run in store.runs()} == {"run0", "run2", "run3"}
+
+
+def test_clock_that_is_wrong(tmp_path: Path, clock: Clock) -> None:
+    """A clock that is set deletes nothing for its age; what a wrong one has deleted is taken again."""
+    steady = Clock(0.0)
+    store, run = Store(tmp_path / "hub.sqlite", clock, steady), MadeUp(findings=[finding()])
+    bring(store, run.write(tmp_path / "run"), "push")
+    clock.now += 40 * 86400
+    assert store.forget(keep=30 * 86400, most=1e12) == []
+    steady.now, clock.now = steady.now + 3601, clock.now + 3601
+    assert store.forget(keep=30 * 86400, most=1e12) == [run.key]
+    clock.now -= 40 * 86400
+    bring(store, tmp_path / "run", "push")
+    assert store.runs()[0]["key"] == run.key
+
+
+def test_findings_after_the_clock_was_set_back(tmp_path: Path, store: Store, clock: Clock) -> None:
+    """Who asks for later findings misses none that came while the clock was behind."""
+    bring(store, MadeUp(findings=[finding()]).write(tmp_path / "a"))
+    first = store.findings()[0]["first_seen"]
+    clock.now -= 60
+    bring(store, MadeUp(run="bbbbbb", findings=[finding("NUM301")]).write(tmp_path / "b"))
+    assert [each["finding"]["code"] for each in store.findings(since=first - 5)] == ["RANK104", "NUM301"]
+
+
+def test_file_shrinks(tmp_path: Path, store: Store, clock: Clock) -> None:
+    """The room of what was deleted is given back."""
+    bring(store, MadeUp(steps=2000).write(tmp_path / "run"))
+    clock.now += 100
+    store.forget(keep=50, most=1e12)
+    with store.read() as connection:
+        assert connection.execute(text("PRAGMA freelist_count")).scalar_one() == 0
+
+
+def test_what_is_remembered(store: Store, clock: Clock) -> None:
+    """What was sent, and what was deleted, is known for a month, and not for ever."""
+    told = {"target": "t", "run": "r", "finding": "f", "next_at": clock.now}
+    with store.write() as connection:
+        connection.execute(schema.delivery.insert().values(**told))
+        store.put(connection, schema.forgotten, [{"run": "r", "time": clock.now}])
+    for days, left in ((29, 1), (2, 0)):
+        clock.now += days * 86400
+        store.forget(keep=86400, most=1e12)
+        with store.read() as connection:
+            for table in (schema.delivery, schema.forgotten):
+                assert connection.execute(select(func.count()).select_from(table)).scalar_one() == left
 
 
 def test_filters(tmp_path: Path, store: Store) -> None:
@@ -417,3 +548,95 @@ def test_finding_without_an_id(tmp_path: Path, store: Store) -> None:
         file.write(nameless.to_json() + "\n" + nameless.to_json() + "\n")
     bring(store, directory)
     assert [each["id"] for each in store.findings()] == ["RANK104-1", "NUM301#1", "NUM301#2"]
+
+
+def _send(store: Store, key: str) -> Any:
+    return lambda pieces, all_files: store.receive(key, "push", pieces, all_files=all_files)
+
+
+def test_another_database(tmp_path: Path, store: Store) -> None:
+    """A hub whose database was replaced gets a run that goes on anew, also where nothing comes of it any more."""
+    run = MadeUp(ended=None, findings=[finding()])
+    directory = run.write(tmp_path / "run")
+    mirror, other = Mirror(directory), Store(tmp_path / "other.sqlite")
+    mirror.bring(_send(store, run.key))
+    mirror.greet(_send(store, run.key))
+    assert mirror.bring(_send(store, run.key)) == 0
+    mirror.greet(_send(other, run.key))
+    mirror.bring(_send(other, run.key))
+    same(other, run, directory)
+    third = Store(tmp_path / "third.sqlite")
+    with (directory / "steps.bin").open("ab") as file:
+        file.write((directory / "steps.bin").read_bytes()[24:])
+    mirror.bring(_send(third, run.key))
+    assert held(third, run.key) == mirrored(directory)
+    for each in (other, third):
+        each.close()
+    mirror.close()
+
+
+def test_file_that_is_full(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that the hub takes no more of, no more is sent, until all is compared at the end."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "run")
+    mirror, sent = Mirror(directory), list[str]()
+
+    def send(pieces: Sequence[Piece], all_files: bool) -> dict[str, Held]:
+        sent.extend(piece.path for piece in pieces)
+        return store.receive(run.key, "push", pieces, all_files=all_files)
+
+    mirror.bring(send)
+    monkeypatch.setattr("ddpdebug.hub.store.MAX_FILE", (directory / "steps.bin").stat().st_size)
+    sent.clear()
+    for _ in range(4):
+        with (directory / "steps.bin").open("ab") as file:
+            file.write(bytes(752))
+        mirror.bring(send)
+    assert sent == ["steps.bin"]
+    monkeypatch.undo()
+    mirror.verify()
+    mirror.bring(send)
+    assert held(store, run.key) == mirrored(directory)
+    mirror.close()
+
+
+def test_segment_goes_although_a_batch_was_lost(tmp_path: Path, store: Store) -> None:
+    """A file that is not there any more goes from the hub, also where the hub did not hear of it the first time."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "run")
+    (directory / "observations.00001.jsonl").write_text("{}\n")
+    mirror = Mirror(directory)
+    mirror.bring(_send(store, run.key))
+    (directory / "observations.00001.jsonl").unlink()
+
+    def fail(*_: object) -> dict[str, Held]:
+        raise OSError
+
+    with pytest.raises(OSError):
+        mirror.bring(fail)
+    mirror.bring(_send(store, run.key))
+    assert held(store, run.key) == mirrored(directory)
+    assert mirror.bring(_send(store, run.key)) == 0
+    mirror.close()
+
+
+def test_import_holds_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Many runs may be imported at once, and what cannot be stored is said of the run."""
+    for name in ("a", "b", "c"):
+        MadeUp(run=name, steps=2).write(tmp_path / "runs" / name)
+
+    def held_open() -> int:
+        return sum(str(tmp_path / "runs") in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+    words = ["hub", "import", str(tmp_path / "runs"), "--data", str(tmp_path / "hub.sqlite")]
+    assert main(words) == 0
+    assert held_open() == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise OperationalError("", {}, ValueError("the disk is full"))
+
+    monkeypatch.setattr(Store, "receive", fail)
+    assert main(words) == 1
+    assert capsys.readouterr().err.count("is not imported: the disk is full") == 3

@@ -11,12 +11,13 @@ from machine import until
 
 from ddpdebug.hub.store import Store
 from ddpdebug.hub.watch import Watch, runs_below
+from ddpdebug.run_directory.mirror import Mirror
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunEnded, RunStarted, StepJudged
 from tests.hub.runs import MadeUp
-from tests.hub.test_store import Clock, held, mirrored, same
+from tests.hub.test_store import Clock, held, mirrored, same, wait
 
 
 @pytest.fixture
@@ -118,8 +119,10 @@ def test_times_are_those_of_the_files(tmp_path: Path) -> None:
     found, _ = watch(store, tmp_path / "runs")
     look(found)
     assert store.runs()[0]["last_seen"] == clock.now - 5000
-    clock.now += 181
-    store.look_again()
+    wait(store, clock, 181)
+    assert store.runs()[0]["state"] == "running"  # nobody has looked since
+    look(found)
+    wait(store, clock, 1)
     assert store.runs()[0]["state"] == "lost"
 
 
@@ -134,3 +137,71 @@ def test_unreadable(tmp_path: Path, store: Store) -> None:
     assert len(store.runs()) == 1
     assert len(said) == 1
     assert "no readable run.json" in said[0]
+
+
+def test_whatever_a_directory_holds(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody has thought of is that of one directory, is said once, and the others are watched."""
+    bad, _ = (MadeUp(run=name).write(tmp_path / "runs" / name) for name in ("bad", "good"))
+    receive = store.receive
+
+    def fail(key: str, *words: object, **more: object) -> object:
+        if key.endswith("-bad"):
+            raise TypeError("nobody has thought of this")
+        return receive(key, *words, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "receive", fail)
+    found, said = watch(store, tmp_path / "runs")
+    look(found)
+    look(found)
+    assert [run["run_id"] for run in store.runs()] == ["good"]
+    assert said == [f"cannot show {bad}: TypeError: nobody has thought of this"]
+
+
+def test_the_watch_goes_on(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that fails as a whole is not the last one."""
+    looks: list[int] = []
+
+    def fail() -> None:
+        looks.append(1)
+        raise RecursionError
+
+    found, said = watch(store, tmp_path)
+    monkeypatch.setattr(found, "look", fail)
+    monkeypatch.setattr("ddpdebug.hub.watch._EVERY", 0.01)
+    found.start()
+    assert until(lambda: len(looks) > 1)
+    found.close()
+    assert said == ["cannot look for runs: RecursionError: "]
+
+
+@pytest.mark.parametrize("kind", ["deleted", "unreadable"])
+def test_set_aside(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What is not shown is not opened at each look, until its run.json is another one."""
+    run = MadeUp(ended=None)
+    directory = run.write(tmp_path / "runs" / "a")
+    if kind == "deleted":
+        store.delete(run.key)
+    else:
+        (directory / "run.json").write_text("[]")
+    found, _ = watch(store, tmp_path / "runs")
+    look(found)
+    opened: list[Path] = []
+    monkeypatch.setattr("ddpdebug.hub.watch.Mirror", lambda path: opened.append(path) or Mirror(path))
+    found.look()
+    assert opened == []
+    MadeUp(run="bbbbbb", ended=None).write(directory)
+    found.look()
+    assert opened == [directory]
+    assert [run["run_id"] for run in store.runs()] == ["bbbbbb"]
+    found.close()
+
+
+def test_old_directories_are_not_held_open(tmp_path: Path, store: Store) -> None:
+    """A first look at many runs that are over does not hold them all."""
+    directory = MadeUp().write(tmp_path / "runs" / "old")
+    for path in [*directory.rglob("*"), directory]:
+        os.utime(path, (store.clock() - 5000,) * 2)
+    found, _ = watch(store, tmp_path / "runs")
+    look(found)
+    assert found._mirrors == {}
+    same(store, MadeUp(), directory)
