@@ -137,13 +137,13 @@ class Gate:
             return _error(421, "this hub serves this machine only, under 127.0.0.1 or localhost")
         level = self._level(request)
         request.scope["access"] = level
-        path = request.url.path
+        path = request.scope["path"]  # what the application goes by; of the URL a part is the Host header's
         if request.method not in _SAFE and not _from_here(request, host):
             return _error(403, "this was sent from a page of another site")
         if level is None and not path.startswith(_OPEN):
             if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
-                query = f"?{request.url.query}" if request.url.query else ""
-                return RedirectResponse(f"/login?next={quote(path + query, safe='/')}", 303)
+                query = request.scope["query_string"].decode("latin-1")
+                return RedirectResponse(f"/login?next={quote(path + (query and f'?{query}'), safe='/')}", 303)
             return _error(401, "a token is needed: Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
         if request.method not in _SAFE and path != "/login" and level != "write":
             return _error(403, "the token is for reading only")
@@ -191,7 +191,7 @@ def routes(auth: Auth) -> list[Route]:
             return HTMLResponse(_LOGIN.format("This is not the token of this hub."), 403)
         to = request.query_params.get("next", "/")
         answer = RedirectResponse(to if to.startswith("/") and not to.startswith(("//", "/\\")) else "/", 303)
-        secure = "https" in {request.url.scheme, request.headers.get("x-forwarded-proto")}
+        secure = "https" in {request.scope["scheme"], request.headers.get("x-forwarded-proto")}
         answer.set_cookie(COOKIE, auth.cookie(level), _DAYS, httponly=True, samesite="lax", secure=secure)
         return answer
 

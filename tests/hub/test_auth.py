@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import URL
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -125,6 +126,19 @@ def test_browser_is_led_to_the_login(gate: Gate) -> None:
     known = {"Cookie": cookie.partition(";")[0]}
     assert ask(gate, "/n", known)[2] == b'{"access":"read"}'
     assert ask(gate, "/n", known, b"")[0] == 403
+
+
+@pytest.mark.parametrize("host", ["hub/login?", "hub/static/", "hub/healthz#", "hub:8765/login?x="])
+def test_a_host_is_no_path(gate: Gate, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """What is open to all is told by what is asked for, whatever the Host header adds to the URL."""
+
+    def url(request: Request) -> URL:  # as Starlette 1.0.0 made it
+        return URL(f"http://{request.headers['host']}{request.scope['path']}")
+
+    monkeypatch.setattr(Request, "url", property(url))
+    assert ask(gate, "/n", host=host)[0] == 401
+    status, headers, _ = ask(gate, "/n?a=b", {"Accept": "text/html"}, host=host)
+    assert (status, headers["location"]) == (303, "/login?next=/n%3Fa%3Db")
 
 
 @pytest.mark.parametrize("place", ["https://evil.example/", "//evil.example", "/\\evil.example", ""])
