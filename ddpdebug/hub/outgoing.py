@@ -6,6 +6,7 @@ database one does. Who has the same message twice has it because a hub was kille
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -20,7 +21,6 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from sqlalchemy import Connection, insert, or_, select, update
-from sqlalchemy.exc import SQLAlchemyError
 
 from ddpdebug._version import __version__
 from ddpdebug.errors import UsageError, did_you_mean
@@ -181,10 +181,10 @@ class Outgoing:
         while not self._stop.wait(_EVERY_SECONDS):
             try:
                 self.look()
-            except SQLAlchemyError as error:  # the disk is full, or the server of the database is away
+            except Exception as error:  # noqa: BLE001 - the disk is full, the database is away: later looks may do better
                 if (reason := type(error).__name__) not in self._said:
                     self._said.add(reason)
-                    self._say(f"nobody is told anything now: {' '.join(str(error).split())[:200]}")
+                    self._say(f"nobody is told anything now: {reason}: {' '.join(str(error).split())[:200]}")
 
     def look(self) -> int:
         """Note what is new, and send what is due; return how many messages were sent."""
@@ -365,5 +365,5 @@ def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, float
         with error:
             later = error.headers.get("Retry-After", "")
         return error.code, min(float(later), _MOST_SECONDS) if later.isdecimal() else 0.0
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return 0, 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -170,6 +171,43 @@ def test_who_never_takes_it_is_given_up_and_said_once(hub: _Hub, listener: _List
     assert [path for path, _, _ in listener.told] == ["/secret"] * tries
     assert hub.said == [f"the webhook 'all' answers with {status}; what it should have been told is on the pages"]
     assert "secret" not in "".join(hub.said)
+
+
+def test_who_speaks_no_http_is_told_later(hub: _Hub) -> None:
+    """As who does not answer at all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"220 smtp.example ready\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        hub.receive(FINDING)
+        assert hub.outgoing(Hook(name="all", url=f"http://127.0.0.1:{server.getsockname()[1]}")).look() == 0
+        thread.join()
+
+
+def test_a_failure_ends_no_thread(hub: _Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is: it is said once, and the next look tells what is due."""
+    monkeypatch.setattr("ddpdebug.hub.outgoing._EVERY_SECONDS", 0.01)
+    told, failing = threading.Event(), iter([True, True])
+
+    def post(*_: Any) -> tuple[int, float]:
+        if next(failing, False):
+            hub.now += 60
+            raise RuntimeError("odd")
+        told.set()
+        return 200, 0.0
+
+    hub.receive(FINDING)
+    outgoing = hub.outgoing(Hook(name="all", url="http://127.0.0.1:9"), post=post)
+    outgoing.start()
+    assert told.wait(600)
+    outgoing.close()
+    assert hub.said == ["nobody is told anything now: RuntimeError: odd"]
 
 
 def test_two_hubs_on_one_database_send_a_message_once(hub: _Hub, listener: _Listener) -> None:
