@@ -57,7 +57,7 @@ class Serving:
         self.place = self._store.place
         self._watch = Watch(self._store, watched, keep, _say)
         self._outgoing = Outgoing(self._store, ())
-        self._feed = Feed(self._store)
+        self._feed = Feed(self._store, _say)
         self._app = create(self._store, tokens, pages=routes(self._store), feed=self._feed, keep=keep, most=most)
 
     def tell(self, hooks: Sequence[Hook], collector: Collector | None, address: str) -> None:

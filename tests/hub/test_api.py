@@ -10,7 +10,7 @@ import platform
 import socket
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdebug.hub import app as hub_app
-from ddpdebug.hub.app import create
+from ddpdebug.hub.app import Feed, create
 from ddpdebug.hub.auth import Auth
 from ddpdebug.hub.ingest import MAX_BODY, MAX_UNPACKED
 from ddpdebug.hub.store import Store
@@ -80,7 +80,11 @@ PIECE = {"path": "run.json", "start": 0, "data": base64.b64encode(b"{}").decode(
         (lines(HEAD, {**PIECE, "data": "***"}), 400, "base64"),
         (lines(HEAD, {**PIECE, "data": {"a": 1}}), 400, "base64"),
         (lines(HEAD, {**PIECE, "data": base64.b64encode(bytes(5 << 20)).decode()}), 413, "more than"),
+        (lines(HEAD, {**PIECE, "x": [[]] * 1_000_000}), 413, "commas"),
+        (lines({**HEAD, "x": [[]] * 1_000_000}), 413, "commas"),
+        (lines(HEAD, {**PIECE, "x": "a" * (6 << 20)}), 413, "more than"),
         (lines(HEAD, *["{}"] * 30_000), 413, "lines"),
+        (gzip.compress(bytes(9 << 20)), 413, "a batch may have"),
         (gzip.compress(bytes(MAX_UNPACKED + 1)), 413, "bytes"),
         (gzip.compress(bytes(400 << 20), 1), 413, "bytes"),
         (bytes(MAX_BODY + 1), 413, "bytes"),
@@ -246,3 +250,40 @@ def test_events(store: Store, site: Site, tmp_path: Path) -> None:
     thread.join(600)
     assert heard["run"]["state"] == "ill"
     assert heard["finding"]["finding"]["code"] == "RANK104"
+
+
+def test_one_failure_ends_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who listens hears the next news after a look that failed, whatever the reason; each reason is said once."""
+    store, said, failures = Store(tmp_path / "hub.sqlite"), list[str](), dict[str, int]()
+    again = threading.Event()
+
+    def failing(name: str) -> Callable[..., Any]:
+        works = getattr(store, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            failures[name] = failures.get(name, 0) + 1
+            if failures[name] < 3:
+                raise RecursionError(name)
+            if name == "forget":
+                again.set()
+            return works(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(hub_app, "_NEWS", 0.01)
+    for name in ("findings", "forget"):
+        monkeypatch.setattr(store, name, failing(name))
+    with serving(create(store, Auth(), feed=Feed(store, said.append), every=0.01)) as site:
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(site.address).netloc, timeout=600)
+        connection.request("GET", "/api/v1/events")
+        answer = connection.getresponse()
+        assert answer.readline()
+        bring(store, MadeUp(findings=[finding()]).write(tmp_path / "run"), "push")
+        while answer.readline() != b"event: finding\n":
+            pass
+        connection.close()
+        assert again.wait(600)
+    assert sorted(said) == [
+        "who is lost is not seen now, and nothing is deleted: RecursionError: forget",
+        "who listens is told nothing now: RecursionError: findings",
+    ]
