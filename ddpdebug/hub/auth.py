@@ -7,6 +7,7 @@ browsers get a cookie for a token once. What changes something must come from a 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -29,6 +30,8 @@ COOKIE = "ddpdebug_hub"
 #: Shorter tokens can be guessed.
 LEAST = 16
 _DAYS = 30 * 86400
+#: Seconds in which a token must have come.
+_BODY_SECONDS = 30.0
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Seen by whom nothing is known of.
 _OPEN = ("/healthz", "/login", "/static/")
@@ -182,10 +185,14 @@ def routes(auth: Auth) -> list[Route]:
         if request.method == "GET":
             return HTMLResponse(_LOGIN.format("The token of this hub:"))
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > 4096:
-                return _error(413, "that is no token")
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > 4096:
+                        return _error(413, "that is no token")
+        except TimeoutError:
+            return _error(408, f"the token did not come within {_BODY_SECONDS:g} seconds")
         level = auth.level(parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].strip())
         if level is None:
             return HTMLResponse(_LOGIN.format("This is not the token of this hub."), 403)

@@ -257,7 +257,7 @@ class _Pages:
             return self._refuse(_RefusedError(400, "the note is cut off"))
         except _RefusedError as refused:
             return self._refuse(refused)
-        return RedirectResponse(request.url.path, status_code=303)
+        return RedirectResponse(quote(request.scope["path"]), status_code=303)
 
     def _note(self, about: Mapping[str, str], fields: Mapping[str, str]) -> None:
         key, group = (None if name not in about else derived.text(about[name], _MAX_GROUP) for name in ("key", "group"))

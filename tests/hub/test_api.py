@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import http.client
@@ -11,14 +12,18 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from ddpdebug.hub import app as hub_app
+from ddpdebug.hub import app as hub_app, serve
 from ddpdebug.hub.app import Feed, create
 from ddpdebug.hub.auth import Auth
 from ddpdebug.hub.ingest import MAX_BODY, MAX_UNPACKED
@@ -113,6 +118,43 @@ def test_slow_body(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         slow.sendall(f"POST /api/v1/runs/{RUN.key}/batch HTTP/1.1\r\nHost: localhost\r\n".encode())
         slow.sendall(b"Content-Length: 1000\r\n\r\nx")
         assert b"408" in slow.recv(4096)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "GET / HTTP/1.1\r\nHost: local",
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT",
+        "POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
+    ],
+)
+def test_half_a_request(store: Store, monkeypatch: pytest.MonkeyPatch, sent: str) -> None:
+    """Who sends half a request keeps no connection, neither at first, nor after another request or its answer."""
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", 0.5)
+    with serving(create(store, Auth())) as site:
+        where = urllib.parse.urlsplit(site.address)
+        with socket.create_connection((where.hostname or "", where.port or 0), 60) as half:
+            half.sendall(sent.encode())
+            received = half.recv(4096) if sent.endswith(("x", "HT")) else b""
+            with suppress(OSError):  # it is closed
+                half.sendall(b"T") if sent else None
+            with suppress(ConnectionError):
+                while data := half.recv(4096):
+                    received += data
+        assert (b"HTTP/1.1" in received) is sent.endswith(("x", "HT"))
+
+
+def test_a_whole_request_may_take_its_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection stays while a request is answered."""
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", 0.1)
+
+    async def slow(_: Request) -> Response:
+        await asyncio.sleep(0.5)
+        return Response("done")
+
+    with serving(create(store, Auth(), pages=[Route("/slow", slow)])) as site:
+        assert site.get("/slow").text == "done"
 
 
 def test_answer_says_what_is_there(site: Site) -> None:

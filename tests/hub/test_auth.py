@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ddpdebug.errors import UsageError
+from ddpdebug.hub import auth
 from ddpdebug.hub.app import create
 from ddpdebug.hub.auth import COOKIE, Auth, Gate, is_loopback
 from ddpdebug.hub.store import Store
@@ -146,6 +147,26 @@ def test_login_leads_nowhere_else(gate: Gate, place: str) -> None:
     """A link to the login takes nobody to another site."""
     path = f"/login?next={urllib.parse.quote(place, safe='')}"
     assert ask(gate, path, {}, f"token={WRITE}".encode())[1]["location"] == "/"
+
+
+def test_a_token_that_does_not_come(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has no token and begins to send one keeps no connection."""
+    monkeypatch.setattr(auth, "_BODY_SECONDS", 0.05)
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(20)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": [(b"host", b"hub")],
+        "scheme": "http", "root_path": "",
+    }  # fmt: skip
+    asyncio.run(gate(scope, receive, send))
+    assert sent[0]["status"] == 408
 
 
 def test_another_token_ends_sessions(gate: Gate, tmp_path: Path) -> None:
