@@ -127,6 +127,20 @@ def test_what_is_old_or_acknowledged_is_no_news(hub: _Hub, listener: _Listener) 
     assert outgoing.look() == 1
 
 
+def test_what_comes_after_an_acknowledgement_is_news(hub: _Hub, listener: _Listener) -> None:
+    """As on the pages: an acknowledgement is of what was there."""
+    outgoing = hub.outgoing(Hook(name="all", url=listener.url))
+    hub.receive(FINDING)
+    with hub.store.write() as connection:
+        group = connection.exec_driver_sql('SELECT "group" FROM finding LIMIT 1').scalar_one()
+        connection.execute(note.insert().values(group=group, kind="ack", time=hub.now))
+    assert outgoing.look() == 0
+    hub.now += 60
+    hub.receive(FINDING, key="20261121T020801Z-abc124", name="bert")
+    assert outgoing.look() == 1
+    assert listener.told[0][2]["text"].startswith("critical RANK101 in bert")
+
+
 def test_a_run_that_is_lost_or_fails_is_told(hub: _Hub, listener: _Listener) -> None:
     """Nobody else can tell that a whole job has gone."""
     outgoing = hub.outgoing(Hook(name="all", url=listener.url))
@@ -208,6 +222,38 @@ def test_a_failure_ends_no_thread(hub: _Hub, monkeypatch: pytest.MonkeyPatch) ->
     assert told.wait(600)
     outgoing.close()
     assert hub.said == ["nobody is told anything now: RuntimeError: odd"]
+
+
+def test_who_is_dead_delays_nobody(hub: _Hub) -> None:
+    """One attempt of all that waits for a target that fails is made in a look; the others are told all."""
+    asked: list[str] = []
+
+    def post(url: str, *_: Any) -> tuple[int, float]:
+        asked.append(url)
+        return (0, 0.0) if "dead" in url else (200, 0.0)
+
+    hub.receive(*(replace(FINDING, id=f"RANK101-{number}", step=number) for number in range(60)))
+    hooks = Hook(name="dead", url="http://dead"), Hook(name="live", url="http://live")
+    outgoing = hub.outgoing(*hooks, post=post)
+    assert (outgoing.look(), outgoing.look()) == (50, 10)
+    assert asked.count("http://dead") == 2
+
+
+def test_a_message_is_taken_for_as_long_as_it_is_sent(hub: _Hub) -> None:
+    """No other hub sends it while the first one still waits for the answer."""
+    hook = Hook(name="all", url="http://slow")
+    asked: list[str] = []
+
+    def post(url: str, *_: Any) -> tuple[int, float]:
+        asked.append(url)
+        hub.now += 10  # as long as an attempt may take
+        if len(asked) == 1:
+            hub.outgoing(hook, post=post).look()
+        return 200, 0.0
+
+    hub.receive(FINDING)
+    assert hub.outgoing(hook, post=post).look() == 1
+    assert len(asked) == 1
 
 
 def test_two_hubs_on_one_database_send_a_message_once(hub: _Hub, listener: _Listener) -> None:
