@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from sqlalchemy import ColumnElement, Connection, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select, update
 
 from ddpdebug._version import __version__
 from ddpdebug.errors import UsageError, did_you_mean
@@ -209,11 +209,10 @@ class Outgoing:
         since = now - _NEWS_SECONDS
         with self._store.write("outgoing") as connection:
             quiet = _quiet(connection, now)
-            columns = (finding.c.run, finding.c.id, finding.c.code, finding.c.severity, finding.c.group)
-            columns += (finding.c.first_seen,)
+            about = (finding.c.code, finding.c.severity, finding.c.group, finding.c.first_seen)
             news = (finding.c.first_seen > since) & or_(finding.c.time.is_(None), finding.c.time > since)
             rows = []
-            for one in connection.execute(select(*columns).where(news)):
+            for one in connection.execute(select(finding.c.run, finding.c.id, *about).where(news)):
                 rows += [(_COLLECTOR, one.run, one.id)] if self._collector is not None else []
                 hooks = () if one.first_seen <= quiet.get(one.group, -math.inf) else tuple(self._hooks.values())
                 rows += [(hook.name, one.run, one.id) for hook in hooks if hook.wants(one.code, one.severity)]
@@ -256,18 +255,25 @@ class Outgoing:
             self._say(f"the webhook {one.target!r} {answer}; what it should have been told is on the pages")
         with self._store.write("outgoing") as connection:
             change = {"done": True} if over else {"next_at": self._store.clock() + max(wait, later)}
-            connection.execute(update(delivery).where(delivery.c.id == one.id).values(**change))
+            this = delivery.c.id == one.id
+            if message is None and one.finding.startswith(_STATE):  # the run may come to that state once more
+                connection.execute(delete(delivery).where(this))
+            else:
+                connection.execute(update(delivery).where(this).values(**change))
         return None if message is None else arrived
 
     def _message(self, one: Any) -> tuple[str, bytes, Mapping[str, str]] | None:
-        """Return address, body and headers of a message; None where what it was about, or who wanted it, has gone."""
+        """Return address, body and headers of a message; None where what it was about, or who wanted it, has gone.
+
+        A run is told of in the state that it has now.
+        """
         with self._store.read() as connection:
             known = connection.execute(select(run).where(run.c.key == one.run)).mappings().first()
             mine = (finding.c.run == one.run) & (finding.c.id == one.finding)
             line = connection.execute(select(finding.c.document, finding.c.time).where(mine)).first()
         found = None if line is None else Finding.from_json(line.document)
         row = None if known is None else dict(known)
-        if row is None or (found is None and not one.finding.startswith(_STATE)):
+        if row is None or (found is None and one.finding != _STATE + row["state"]):
             return None
         if one.target == _COLLECTOR:
             if self._collector is None or found is None or line is None:

@@ -156,6 +156,23 @@ def test_a_run_that_is_lost_or_fails_is_told(hub: _Hub, listener: _Listener) -> 
     assert listener.told[-1][2]["text"] == "the run gpt is failed"
 
 
+def test_a_run_that_is_back_is_not_told_as_lost(hub: _Hub, listener: _Listener) -> None:
+    """Where the message did not arrive before; a later loss is told again."""
+    outgoing = hub.outgoing(Hook(name="all", url=listener.url))
+    hub.receive()
+    hub.now += 60
+    assert hub.store.look_again() == [_KEY]
+    listener.status = 500
+    assert (outgoing.look(), len(listener.told)) == (0, 1)
+    listener.status = 200
+    hub.now += 40
+    hub.receive()
+    assert (outgoing.look(), len(listener.told)) == (0, 1)
+    hub.now += 60
+    assert hub.store.look_again() == [_KEY]
+    assert (outgoing.look(), len(listener.told)) == (1, 2)
+
+
 def test_who_does_not_answer_is_told_later(hub: _Hub, listener: _Listener) -> None:
     """By another hub on the same database, if need be; with the pause that the server asks for."""
     hook = Hook(name="all", url=listener.url)
