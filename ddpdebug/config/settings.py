@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,9 @@ INTERNAL_VARIABLES = frozenset(
     for name in ("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES")
 )
 #: Variables that hold tokens, which are no settings either: those are written down.
-_TOKENS = frozenset({"DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_READ_TOKEN"})
+_TOKENS = frozenset({"DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_READ_TOKEN", "DDPDEBUG_HUB_READ_TOKEN_FILE"})
+#: What Kubernetes sets in every container of a namespace that has a Service called `ddpdebug-hub`.
+_SERVICE = re.compile(r"DDPDEBUG_HUB_(SERVICE|PORT)(_.*)?")
 
 
 class Option(NamedTuple):
@@ -293,6 +296,8 @@ class Config:
             values[name] = _parsed(name, value, source, file.parent, shown=key)
         for variable in sorted(environ.keys()):
             if not variable.startswith(ENVIRONMENT_PREFIX) or variable in INTERNAL_VARIABLES | _TOKENS:
+                continue
+            if _SERVICE.fullmatch(variable):
                 continue
             if environ[variable]:
                 name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()

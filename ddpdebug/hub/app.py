@@ -186,10 +186,14 @@ class Api:
 
 
 class Feed:
-    """What is new, told to all that listen: one look at the database a second for all of them, while there are any."""
+    """What is new, told to all that listen: one look at the database a second for all of them, while there are any.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    Args:
+        say: told once of each kind of failure, of these looks and of those of the application.
+    """
+
+    def __init__(self, store: Store, say: Callable[[str], None] = print) -> None:
+        self._store, self.say = store, say
         self._queues: set[asyncio.Queue[str | None]] = set()
         self._told: dict[tuple[str, str], float] = {}  # (run, finding or nothing) -> which change of it
         self._since = store.clock()
@@ -215,11 +219,12 @@ class Feed:
 
     async def run(self) -> None:
         """Look and tell, for ever."""
-        while True:
-            await asyncio.sleep(_NEWS)
+
+        async def look() -> None:
             if self._queues:
-                with suppress(SQLAlchemyError):
-                    self._tell(await run_in_threadpool(self._news))
+                self._tell(await run_in_threadpool(self._news))
+
+        await _for_ever(look, _NEWS, self.say, "who listens is told nothing now")
 
     def end(self) -> None:
         """Let all that listen go."""
@@ -270,22 +275,20 @@ def create(
 
     Args:
         pages: routes of the pages for people.
-        feed: what tells news, where the caller wants to end it.
+        feed: what tells news, where the caller wants to end it, or to hear of failures.
         keep, most: runs that are over go after so many seconds, and the oldest while there are more bytes.
         every: seconds between two looks at what nobody tells: who is lost, and what is to go.
     """
     api = Api(store, feed or Feed(store), store.clock)
 
     async def tidy() -> None:
-        while True:
-            with suppress(SQLAlchemyError):
-                await run_in_threadpool(store.look_again)
-                await run_in_threadpool(store.forget, keep, most)
-            await asyncio.sleep(every)
+        await run_in_threadpool(store.look_again)
+        await run_in_threadpool(store.forget, keep, most)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(api.feed.run()), asyncio.create_task(tidy())]
+        tidying = _for_ever(tidy, every, api.feed.say, "who is lost is not seen now, and nothing is deleted")
+        tasks = [asyncio.create_task(api.feed.run()), asyncio.create_task(tidying)]
         yield
         for task in tasks:
             task.cancel()
@@ -304,6 +307,19 @@ def create(
         lifespan=lifespan,
     )
     return Gate(app, tokens)
+
+
+async def _for_ever(look: Callable[[], Awaitable[None]], every: float, say: Callable[[str], None], what: str) -> None:
+    """Look again and again, whatever becomes of one look; say once of each kind of failure what it keeps from."""
+    said = set[str]()
+    while True:
+        try:
+            await look()
+        except Exception as error:  # noqa: BLE001 - one bad row, or a database that is away, must not end it for good
+            if (reason := type(error).__name__) not in said:
+                said.add(reason)
+                say(f"{what}: {reason}: {' '.join(str(error).split())[:200]}")
+        await asyncio.sleep(every)
 
 
 async def _body(request: Request) -> bytes:

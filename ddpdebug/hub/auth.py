@@ -7,6 +7,7 @@ browsers get a cookie for a token once. What changes something must come from a 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -29,6 +30,8 @@ COOKIE = "ddpdebug_hub"
 #: Shorter tokens can be guessed.
 LEAST = 16
 _DAYS = 30 * 86400
+#: Seconds in which a token must have come.
+_BODY_SECONDS = 30.0
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Seen by whom nothing is known of.
 _OPEN = ("/healthz", "/login", "/static/")
@@ -137,13 +140,13 @@ class Gate:
             return _error(421, "this hub serves this machine only, under 127.0.0.1 or localhost")
         level = self._level(request)
         request.scope["access"] = level
-        path = request.url.path
+        path = request.scope["path"]  # what the application goes by; of the URL a part is the Host header's
         if request.method not in _SAFE and not _from_here(request, host):
             return _error(403, "this was sent from a page of another site")
         if level is None and not path.startswith(_OPEN):
             if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
-                query = f"?{request.url.query}" if request.url.query else ""
-                return RedirectResponse(f"/login?next={quote(path + query, safe='/')}", 303)
+                query = request.scope["query_string"].decode("latin-1")
+                return RedirectResponse(f"/login?next={quote(path + (query and f'?{query}'), safe='/')}", 303)
             return _error(401, "a token is needed: Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
         if request.method not in _SAFE and path != "/login" and level != "write":
             return _error(403, "the token is for reading only")
@@ -182,16 +185,20 @@ def routes(auth: Auth) -> list[Route]:
         if request.method == "GET":
             return HTMLResponse(_LOGIN.format("The token of this hub:"))
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > 4096:
-                return _error(413, "that is no token")
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > 4096:
+                        return _error(413, "that is no token")
+        except TimeoutError:
+            return _error(408, f"the token did not come within {_BODY_SECONDS:g} seconds")
         level = auth.level(parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].strip())
         if level is None:
             return HTMLResponse(_LOGIN.format("This is not the token of this hub."), 403)
         to = request.query_params.get("next", "/")
         answer = RedirectResponse(to if to.startswith("/") and not to.startswith(("//", "/\\")) else "/", 303)
-        secure = "https" in {request.url.scheme, request.headers.get("x-forwarded-proto")}
+        secure = "https" in {request.scope["scheme"], request.headers.get("x-forwarded-proto")}
         answer.set_cookie(COOKIE, auth.cookie(level), _DAYS, httponly=True, samesite="lax", secure=secure)
         return answer
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from ddpdebug.run_directory.mirror import BATCH, Piece
 
 #: Bytes of a body as it comes, and as it is read.
-MAX_BODY, MAX_UNPACKED = 4 << 20, 32 << 20
+MAX_BODY, MAX_UNPACKED = 4 << 20, 8 << 20
 #: Lines of a batch, and characters of a path.
 _MAX_LINES, _MAX_PATH = 20_000, 200
+#: Bytes of a line, and commas: a list of a million lists is a hundred times as large in memory, and no line needs one.
+_MAX_LINE, _MAX_COMMAS = 2 * BATCH * 4 // 3 + 1024, 200
 
 
 class BadBatchError(Exception):
@@ -64,6 +66,10 @@ def parse(body: bytes, run: str) -> Batch:
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
+    if len(line) > _MAX_LINE:
+        raise BadBatchError(413, f"line {number} has more than {_MAX_LINE} bytes")
+    if line.count(b",") > _MAX_COMMAS:
+        raise BadBatchError(413, f"line {number} has more than {_MAX_COMMAS} commas")
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

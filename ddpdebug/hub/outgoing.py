@@ -6,7 +6,9 @@ database one does. Who has the same message twice has it because a hub was kille
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import threading
 import time
 import tomllib
@@ -19,8 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from sqlalchemy import Connection, insert, or_, select, update
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select, update
 
 from ddpdebug._version import __version__
 from ddpdebug.errors import UsageError, did_you_mean
@@ -181,15 +182,25 @@ class Outgoing:
         while not self._stop.wait(_EVERY_SECONDS):
             try:
                 self.look()
-            except SQLAlchemyError as error:  # the disk is full, or the server of the database is away
+            except Exception as error:  # noqa: BLE001 - the disk is full, the database is away: later looks may do better
                 if (reason := type(error).__name__) not in self._said:
                     self._said.add(reason)
-                    self._say(f"nobody is told anything now: {' '.join(str(error).split())[:200]}")
+                    self._say(f"nobody is told anything now: {reason}: {' '.join(str(error).split())[:200]}")
 
     def look(self) -> int:
         """Note what is new, and send what is due; return how many messages were sent."""
         self._note_new()
-        return sum(self._send(one) for one in self._due())
+        return sum(self._send_to(target) for target in self._waited_for())
+
+    def _send_to(self, target: str) -> int:
+        """Send what is due to a target up to the first failure: who is dead delays the others once in a look."""
+        sent = 0
+        for one in self._due(target):
+            arrived = self._send(one)
+            if arrived is False:
+                break
+            sent += arrived is True
+        return sent
 
     # --- what is to be told -------------------------------------------------------------------------------------------
 
@@ -197,13 +208,13 @@ class Outgoing:
         now = self._store.clock()
         since = now - _NEWS_SECONDS
         with self._store.write("outgoing") as connection:
-            silent = _silent(connection, now)
-            columns = (finding.c.run, finding.c.id, finding.c.code, finding.c.severity, finding.c.group)
+            quiet = _quiet(connection, now)
+            about = (finding.c.code, finding.c.severity, finding.c.group, finding.c.first_seen)
             news = (finding.c.first_seen > since) & or_(finding.c.time.is_(None), finding.c.time > since)
             rows = []
-            for one in connection.execute(select(*columns).where(news)):
+            for one in connection.execute(select(finding.c.run, finding.c.id, *about).where(news)):
                 rows += [(_COLLECTOR, one.run, one.id)] if self._collector is not None else []
-                hooks = () if one.group in silent else tuple(self._hooks.values())
+                hooks = () if one.first_seen <= quiet.get(one.group, -math.inf) else tuple(self._hooks.values())
                 rows += [(hook.name, one.run, one.id) for hook in hooks if hook.wants(one.code, one.severity)]
             heard = (run.c.changed > since) & (run.c.last_seen > since) & (run.c.source != "import")
             for key, state in connection.execute(select(run.c.key, run.c.state).where(heard)):
@@ -211,24 +222,30 @@ class Outgoing:
                 rows += [(name, key, _STATE + state) for name in told]
             _keep(connection, rows, now)
 
-    def _due(self) -> list[Any]:
+    def _waiting(self) -> ColumnElement[bool]:
+        return (delivery.c.done.is_(False)) & (delivery.c.next_at <= self._store.clock())
+
+    def _waited_for(self) -> list[str]:
         with self._store.read() as connection:
-            waiting = (delivery.c.done.is_(False)) & (delivery.c.next_at <= self._store.clock())
-            return list(
-                connection.execute(select(delivery).where(waiting).order_by(delivery.c.next_at).limit(_AT_ONCE))
-            )
+            return list(connection.execute(select(delivery.c.target).where(self._waiting()).distinct()).scalars())
+
+    def _due(self, target: str) -> list[Any]:
+        due = select(delivery).where(self._waiting(), delivery.c.target == target)
+        with self._store.read() as connection:
+            return list(connection.execute(due.order_by(delivery.c.next_at).limit(_AT_ONCE)))
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
-    def _send(self, one: Any) -> bool:
-        """Send a message, unless another hub has just taken it; return whether it has arrived."""
+    def _send(self, one: Any) -> bool | None:
+        """Send a message; return whether it has arrived, None where there is none or another hub has just taken it."""
         wait = min(_FIRST_SECONDS * 2.0**one.attempts, _MOST_SECONDS)
         mine = (delivery.c.id == one.id) & (delivery.c.attempts == one.attempts) & (delivery.c.done.is_(False))
         message = self._message(one)
         with self._store.write("outgoing") as connection:
-            taken = update(delivery).where(mine).values(attempts=one.attempts + 1, next_at=self._store.clock() + wait)
+            until = self._store.clock() + max(wait, 3 * _TIMEOUT)  # longer than the attempt itself lasts
+            taken = update(delivery).where(mine).values(attempts=one.attempts + 1, next_at=until)
             if connection.execute(taken).rowcount != 1:
-                return False
+                return None
         status, later = (200, 0.0) if message is None else self._post(*message)
         arrived = status in _OK
         over = arrived or one.attempts + 1 >= _ATTEMPTS or status in {400, 401, 403, 404, 410}
@@ -238,18 +255,25 @@ class Outgoing:
             self._say(f"the webhook {one.target!r} {answer}; what it should have been told is on the pages")
         with self._store.write("outgoing") as connection:
             change = {"done": True} if over else {"next_at": self._store.clock() + max(wait, later)}
-            connection.execute(update(delivery).where(delivery.c.id == one.id).values(**change))
-        return arrived and message is not None
+            this = delivery.c.id == one.id
+            if message is None and one.finding.startswith(_STATE):  # the run may come to that state once more
+                connection.execute(delete(delivery).where(this))
+            else:
+                connection.execute(update(delivery).where(this).values(**change))
+        return None if message is None else arrived
 
     def _message(self, one: Any) -> tuple[str, bytes, Mapping[str, str]] | None:
-        """Return address, body and headers of a message; None where what it was about, or who wanted it, has gone."""
+        """Return address, body and headers of a message; None where what it was about, or who wanted it, has gone.
+
+        A run is told of in the state that it has now.
+        """
         with self._store.read() as connection:
             known = connection.execute(select(run).where(run.c.key == one.run)).mappings().first()
             mine = (finding.c.run == one.run) & (finding.c.id == one.finding)
             line = connection.execute(select(finding.c.document, finding.c.time).where(mine)).first()
         found = None if line is None else Finding.from_json(line.document)
         row = None if known is None else dict(known)
-        if row is None or (found is None and not one.finding.startswith(_STATE)):
+        if row is None or (found is None and one.finding != _STATE + row["state"]):
             return None
         if one.target == _COLLECTOR:
             if self._collector is None or found is None or line is None:
@@ -264,10 +288,15 @@ class Outgoing:
         return hook.url, json.dumps(told).encode(), {}
 
 
-def _silent(connection: Connection, now: float) -> set[str]:
-    """Return the groups of findings that somebody has acknowledged, or muted until later."""
-    quiet = (note.c.kind == "ack") | ((note.c.kind == "mute") & (or_(note.c.until.is_(None), note.c.until > now)))
-    return {group for group in connection.execute(select(note.c.group).where(quiet)).scalars() if group is not None}
+def _quiet(connection: Connection, now: float) -> dict[str, float]:
+    """Return group of findings -> until when they were seen of which nobody is told, as the pages have it.
+
+    Those are what somebody has acknowledged, and all while the group is muted; the newest note of these decides.
+    """
+    said = (note.c.kind == "ack") | ((note.c.kind == "mute") & (note.c.until > now))
+    notes = select(note.c.group, note.c.kind, note.c.time).where(said & note.c.group.is_not(None))
+    ordered = connection.execute(notes.order_by(note.c.time, note.c.id))
+    return {group: when if kind == "ack" else math.inf for group, kind, when in ordered}
 
 
 def _keep(connection: Connection, rows: Sequence[tuple[str, str, str]], now: float) -> None:
@@ -365,5 +394,5 @@ def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, float
         with error:
             later = error.headers.get("Retry-After", "")
         return error.code, min(float(later), _MOST_SECONDS) if later.isdecimal() else 0.0
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return 0, 0.0

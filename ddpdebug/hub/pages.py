@@ -50,8 +50,8 @@ _DAY = 86_400.0
 class _RefusedError(Exception):
     """A request that has no answer, with its status and what a person should read."""
 
-    def __init__(self, status: int, text: str) -> None:
-        self.status, self.text = status, text
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+        self.status, self.text, self.headers = status, text, headers
 
 
 def routes(store: Store) -> list[Route]:
@@ -151,8 +151,8 @@ class _Pages:
     def report(self, request: Request) -> Response:
         """The full report, from the mirrored files; one at a time, as it reads all rows."""
         key = derived.text(request.path_params["key"])
-        if not self._reporting.acquire(timeout=60):
-            raise _RefusedError(503, "other reports are being made; try again in a minute")
+        if not self._reporting.acquire(blocking=False):  # who waited here would keep a thread from all other pages
+            raise _RefusedError(503, "another report is being made; try again in a few seconds", {"Retry-After": "5"})
         with ExitStack() as until_made:
             until_made.callback(self._reporting.release)
             with self._store.read() as connection:
@@ -257,7 +257,7 @@ class _Pages:
             return self._refuse(_RefusedError(400, "the note is cut off"))
         except _RefusedError as refused:
             return self._refuse(refused)
-        return RedirectResponse(request.url.path, status_code=303)
+        return RedirectResponse(quote(request.scope["path"]), status_code=303)
 
     def _note(self, about: Mapping[str, str], fields: Mapping[str, str]) -> None:
         key, group = (None if name not in about else derived.text(about[name], _MAX_GROUP) for name in ("key", "group"))
@@ -290,7 +290,7 @@ class _Pages:
         page = self._templates.get_template("refused.html").render(
             title=f"Error {refused.status}", text=refused.text, may_leave=False
         )
-        return HTMLResponse(page, status_code=refused.status)
+        return HTMLResponse(page, refused.status, refused.headers)
 
     def _known(self, row: Any, key: str) -> Any:
         if row is None:

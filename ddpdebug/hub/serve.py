@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddpdebug.errors import UsageError
 from ddpdebug.hub.app import Feed, create
@@ -20,6 +23,8 @@ from ddpdebug.hub.watch import Watch
 
 #: Connections at a time; pages that listen for events keep one each.
 _CONNECTIONS = 1000
+#: Seconds in which a request must have come up to its body; the application waits for that.
+_HEAD_SECONDS = 10.0
 #: Seconds that requests have when the hub ends.
 _PATIENCE = 3
 
@@ -57,7 +62,7 @@ class Serving:
         self.place = self._store.place
         self._watch = Watch(self._store, watched, keep, _say)
         self._outgoing = Outgoing(self._store, ())
-        self._feed = Feed(self._store)
+        self._feed = Feed(self._store, _say)
         self._app = create(self._store, tokens, pages=routes(self._store), feed=self._feed, keep=keep, most=most)
 
     def tell(self, hooks: Sequence[Hook], collector: Collector | None, address: str) -> None:
@@ -74,6 +79,7 @@ class Serving:
         self._outgoing.start()
         config = uvicorn.Config(
             self._app,
+            http=Connection,
             log_level="warning",
             access_log=False,
             limit_concurrency=_CONNECTIONS,
@@ -97,6 +103,39 @@ class Serving:
 
 def _say(message: str) -> None:
     print(f"ddpdebug: {message}", file=sys.stderr, flush=True)
+
+
+class Connection(H11Protocol):
+    """A connection that is closed where no request comes; by itself uvicorn waits for ever for the rest of one."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        """Wait so long for the other side, and while a request is answered not at all."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._late is None:
+            self._late = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class _Server(uvicorn.Server):

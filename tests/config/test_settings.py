@@ -128,6 +128,21 @@ def test_errors_name_their_source(
         assert word in str(error.value)
 
 
+def test_variables_that_are_no_settings(tmp_path: Path) -> None:
+    """Tokens, and what Kubernetes sets in a namespace with a Service called ddpdebug-hub, stop no job."""
+    port = "tcp://10.0.0.1:8765"
+    environ = {
+        "DDPDEBUG_HUB_SERVICE_HOST": "10.0.0.1", "DDPDEBUG_HUB_SERVICE_PORT": "8765",
+        "DDPDEBUG_HUB_SERVICE_PORT_HTTP": "8765", "DDPDEBUG_HUB_PORT": port, "DDPDEBUG_HUB_PORT_8765_TCP": port,
+        "DDPDEBUG_HUB_PORT_8765_TCP_PROTO": "tcp", "DDPDEBUG_HUB_PORT_8765_TCP_PORT": "8765",
+        "DDPDEBUG_HUB_PORT_8765_TCP_ADDR": "10.0.0.1", "DDPDEBUG_HUB_TOKEN": "w", "DDPDEBUG_HUB_READ_TOKEN": "r",
+        "DDPDEBUG_HUB_READ_TOKEN_FILE": "/nothing",
+    }  # fmt: skip
+    assert Config.load({}, environ, tmp_path) == Config()
+    with pytest.raises(UsageError, match="DDPDEBUG_HUB_PRT"):
+        Config.load({}, {"DDPDEBUG_HUB_PRT": port}, tmp_path)
+
+
 def test_section_that_is_no_table(tmp_path: Path) -> None:
     """`ddpdebug = 3` under [tool] is refused."""
     _pyproject(tmp_path, "[tool]\nddpdebug = 3\n")

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from ddpdebug.hub.serve import Connection
 from ddpdebug.hub.store import Store, copy_run
 from ddpdebug.run_directory.mirror import Mirror
 from ddpdebug.run_directory.writer import RunDirectory
@@ -132,7 +133,8 @@ class Site:
 def serving(app: ASGIApp) -> Iterator[Site]:
     """Serve an application from a thread of this process."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(app, port=port, http=Connection, log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert until(lambda: server.started)

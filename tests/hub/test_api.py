@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import http.client
@@ -10,16 +11,20 @@ import platform
 import socket
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from ddpdebug.hub import app as hub_app
-from ddpdebug.hub.app import create
+from ddpdebug.hub import app as hub_app, serve
+from ddpdebug.hub.app import Feed, create
 from ddpdebug.hub.auth import Auth
 from ddpdebug.hub.ingest import MAX_BODY, MAX_UNPACKED
 from ddpdebug.hub.store import Store
@@ -80,7 +85,11 @@ PIECE = {"path": "run.json", "start": 0, "data": base64.b64encode(b"{}").decode(
         (lines(HEAD, {**PIECE, "data": "***"}), 400, "base64"),
         (lines(HEAD, {**PIECE, "data": {"a": 1}}), 400, "base64"),
         (lines(HEAD, {**PIECE, "data": base64.b64encode(bytes(5 << 20)).decode()}), 413, "more than"),
+        (lines(HEAD, {**PIECE, "x": [[]] * 1_000_000}), 413, "commas"),
+        (lines({**HEAD, "x": [[]] * 1_000_000}), 413, "commas"),
+        (lines(HEAD, {**PIECE, "x": "a" * (6 << 20)}), 413, "more than"),
         (lines(HEAD, *["{}"] * 30_000), 413, "lines"),
+        (gzip.compress(bytes(9 << 20)), 413, "a batch may have"),
         (gzip.compress(bytes(MAX_UNPACKED + 1)), 413, "bytes"),
         (gzip.compress(bytes(400 << 20), 1), 413, "bytes"),
         (bytes(MAX_BODY + 1), 413, "bytes"),
@@ -109,6 +118,43 @@ def test_slow_body(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         slow.sendall(f"POST /api/v1/runs/{RUN.key}/batch HTTP/1.1\r\nHost: localhost\r\n".encode())
         slow.sendall(b"Content-Length: 1000\r\n\r\nx")
         assert b"408" in slow.recv(4096)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "GET / HTTP/1.1\r\nHost: local",
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT",
+        "POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
+    ],
+)
+def test_half_a_request(store: Store, monkeypatch: pytest.MonkeyPatch, sent: str) -> None:
+    """Who sends half a request keeps no connection, neither at first, nor after another request or its answer."""
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", 0.5)
+    with serving(create(store, Auth())) as site:
+        where = urllib.parse.urlsplit(site.address)
+        with socket.create_connection((where.hostname or "", where.port or 0), 60) as half:
+            half.sendall(sent.encode())
+            received = half.recv(4096) if sent.endswith(("x", "HT")) else b""
+            with suppress(OSError):  # it is closed
+                half.sendall(b"T") if sent else None
+            with suppress(ConnectionError):
+                while data := half.recv(4096):
+                    received += data
+        assert (b"HTTP/1.1" in received) is sent.endswith(("x", "HT"))
+
+
+def test_a_whole_request_may_take_its_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection stays while a request is answered."""
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", 0.1)
+
+    async def slow(_: Request) -> Response:
+        await asyncio.sleep(0.5)
+        return Response("done")
+
+    with serving(create(store, Auth(), pages=[Route("/slow", slow)])) as site:
+        assert site.get("/slow").text == "done"
 
 
 def test_answer_says_what_is_there(site: Site) -> None:
@@ -246,3 +292,40 @@ def test_events(store: Store, site: Site, tmp_path: Path) -> None:
     thread.join(600)
     assert heard["run"]["state"] == "ill"
     assert heard["finding"]["finding"]["code"] == "RANK104"
+
+
+def test_one_failure_ends_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who listens hears the next news after a look that failed, whatever the reason; each reason is said once."""
+    store, said, failures = Store(tmp_path / "hub.sqlite"), list[str](), dict[str, int]()
+    again = threading.Event()
+
+    def failing(name: str) -> Callable[..., Any]:
+        works = getattr(store, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            failures[name] = failures.get(name, 0) + 1
+            if failures[name] < 3:
+                raise RecursionError(name)
+            if name == "forget":
+                again.set()
+            return works(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(hub_app, "_NEWS", 0.01)
+    for name in ("findings", "forget"):
+        monkeypatch.setattr(store, name, failing(name))
+    with serving(create(store, Auth(), feed=Feed(store, said.append), every=0.01)) as site:
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(site.address).netloc, timeout=600)
+        connection.request("GET", "/api/v1/events")
+        answer = connection.getresponse()
+        assert answer.readline()
+        bring(store, MadeUp(findings=[finding()]).write(tmp_path / "run"), "push")
+        while answer.readline() != b"event: finding\n":
+            pass
+        connection.close()
+        assert again.wait(600)
+    assert sorted(said) == [
+        "who is lost is not seen now, and nothing is deleted: RecursionError: forget",
+        "who listens is told nothing now: RecursionError: findings",
+    ]

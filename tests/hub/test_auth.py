@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import URL
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ddpdebug.errors import UsageError
+from ddpdebug.hub import auth
 from ddpdebug.hub.app import create
 from ddpdebug.hub.auth import COOKIE, Auth, Gate, is_loopback
 from ddpdebug.hub.store import Store
@@ -127,11 +129,44 @@ def test_browser_is_led_to_the_login(gate: Gate) -> None:
     assert ask(gate, "/n", known, b"")[0] == 403
 
 
+@pytest.mark.parametrize("host", ["hub/login?", "hub/static/", "hub/healthz#", "hub:8765/login?x="])
+def test_a_host_is_no_path(gate: Gate, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """What is open to all is told by what is asked for, whatever the Host header adds to the URL."""
+
+    def url(request: Request) -> URL:  # as Starlette 1.0.0 made it
+        return URL(f"http://{request.headers['host']}{request.scope['path']}")
+
+    monkeypatch.setattr(Request, "url", property(url))
+    assert ask(gate, "/n", host=host)[0] == 401
+    status, headers, _ = ask(gate, "/n?a=b", {"Accept": "text/html"}, host=host)
+    assert (status, headers["location"]) == (303, "/login?next=/n%3Fa%3Db")
+
+
 @pytest.mark.parametrize("place", ["https://evil.example/", "//evil.example", "/\\evil.example", ""])
 def test_login_leads_nowhere_else(gate: Gate, place: str) -> None:
     """A link to the login takes nobody to another site."""
     path = f"/login?next={urllib.parse.quote(place, safe='')}"
     assert ask(gate, path, {}, f"token={WRITE}".encode())[1]["location"] == "/"
+
+
+def test_a_token_that_does_not_come(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has no token and begins to send one keeps no connection."""
+    monkeypatch.setattr(auth, "_BODY_SECONDS", 0.05)
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(20)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": [(b"host", b"hub")],
+        "scheme": "http", "root_path": "",
+    }  # fmt: skip
+    asyncio.run(gate(scope, receive, send))
+    assert sent[0]["status"] == 408
 
 
 def test_another_token_ends_sessions(gate: Gate, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -126,6 +127,20 @@ def test_what_is_old_or_acknowledged_is_no_news(hub: _Hub, listener: _Listener) 
     assert outgoing.look() == 1
 
 
+def test_what_comes_after_an_acknowledgement_is_news(hub: _Hub, listener: _Listener) -> None:
+    """As on the pages: an acknowledgement is of what was there."""
+    outgoing = hub.outgoing(Hook(name="all", url=listener.url))
+    hub.receive(FINDING)
+    with hub.store.write() as connection:
+        group = connection.exec_driver_sql('SELECT "group" FROM finding LIMIT 1').scalar_one()
+        connection.execute(note.insert().values(group=group, kind="ack", time=hub.now))
+    assert outgoing.look() == 0
+    hub.now += 60
+    hub.receive(FINDING, key="20261121T020801Z-abc124", name="bert")
+    assert outgoing.look() == 1
+    assert listener.told[0][2]["text"].startswith("critical RANK101 in bert")
+
+
 def test_a_run_that_is_lost_or_fails_is_told(hub: _Hub, listener: _Listener) -> None:
     """Nobody else can tell that a whole job has gone."""
     outgoing = hub.outgoing(Hook(name="all", url=listener.url))
@@ -143,6 +158,23 @@ def test_a_run_that_is_lost_or_fails_is_told(hub: _Hub, listener: _Listener) -> 
     hub.receive(outcome={"reason": "exception: KeyError: 'x'", "exit_code": 1, "steps": {}, "time": ""})
     assert outgoing.look() == 1
     assert listener.told[-1][2]["text"] == "the run gpt is failed"
+
+
+def test_a_run_that_is_back_is_not_told_as_lost(hub: _Hub, listener: _Listener) -> None:
+    """Where the message did not arrive before; a later loss is told again."""
+    outgoing = hub.outgoing(Hook(name="all", url=listener.url))
+    hub.receive()
+    hub.now += 60
+    assert hub.store.look_again() == [_KEY]
+    listener.status = 500
+    assert (outgoing.look(), len(listener.told)) == (0, 1)
+    listener.status = 200
+    hub.now += 40
+    hub.receive()
+    assert (outgoing.look(), len(listener.told)) == (0, 1)
+    hub.now += 60
+    assert hub.store.look_again() == [_KEY]
+    assert (outgoing.look(), len(listener.told)) == (1, 2)
 
 
 def test_who_does_not_answer_is_told_later(hub: _Hub, listener: _Listener) -> None:
@@ -174,6 +206,75 @@ def test_who_never_takes_it_is_given_up_and_said_once(hub: _Hub, listener: _List
     assert [path for path, _, _ in listener.told] == ["/secret"] * tries
     assert hub.said == [f"the webhook 'all' answers with {status}; what it should have been told is on the pages"]
     assert "secret" not in "".join(hub.said)
+
+
+def test_who_speaks_no_http_is_told_later(hub: _Hub) -> None:
+    """As who does not answer at all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"220 smtp.example ready\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        hub.receive(FINDING)
+        assert hub.outgoing(Hook(name="all", url=f"http://127.0.0.1:{server.getsockname()[1]}")).look() == 0
+        thread.join()
+
+
+def test_a_failure_ends_no_thread(hub: _Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is: it is said once, and the next look tells what is due."""
+    monkeypatch.setattr("ddpdebug.hub.outgoing._EVERY_SECONDS", 0.01)
+    told, failing = threading.Event(), iter([True, True])
+
+    def post(*_: Any) -> tuple[int, float]:
+        if next(failing, False):
+            hub.now += 60
+            raise RuntimeError("odd")
+        told.set()
+        return 200, 0.0
+
+    hub.receive(FINDING)
+    outgoing = hub.outgoing(Hook(name="all", url="http://127.0.0.1:9"), post=post)
+    outgoing.start()
+    assert told.wait(600)
+    outgoing.close()
+    assert hub.said == ["nobody is told anything now: RuntimeError: odd"]
+
+
+def test_who_is_dead_delays_nobody(hub: _Hub) -> None:
+    """One attempt of all that waits for a target that fails is made in a look; the others are told all."""
+    asked: list[str] = []
+
+    def post(url: str, *_: Any) -> tuple[int, float]:
+        asked.append(url)
+        return (0, 0.0) if "dead" in url else (200, 0.0)
+
+    hub.receive(*(replace(FINDING, id=f"RANK101-{number}", step=number) for number in range(60)))
+    hooks = Hook(name="dead", url="http://dead"), Hook(name="live", url="http://live")
+    outgoing = hub.outgoing(*hooks, post=post)
+    assert (outgoing.look(), outgoing.look()) == (50, 10)
+    assert asked.count("http://dead") == 2
+
+
+def test_a_message_is_taken_for_as_long_as_it_is_sent(hub: _Hub) -> None:
+    """No other hub sends it while the first one still waits for the answer."""
+    hook = Hook(name="all", url="http://slow")
+    asked: list[str] = []
+
+    def post(url: str, *_: Any) -> tuple[int, float]:
+        asked.append(url)
+        hub.now += 10  # as long as an attempt may take
+        if len(asked) == 1:
+            hub.outgoing(hook, post=post).look()
+        return 200, 0.0
+
+    hub.receive(FINDING)
+    assert hub.outgoing(hook, post=post).look() == 1
+    assert len(asked) == 1
 
 
 def test_two_hubs_on_one_database_send_a_message_once(hub: _Hub, listener: _Listener) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import re
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from ddpdebug.hub.pages import routes
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import COLORS
 from ddpdebug.reports.page import report
-from tests.hub.runs import HUNG, MadeUp, Site, bring, finding, serving
+from tests.hub.runs import HUNG, Answer, MadeUp, Site, bring, finding, serving
 from tests.support.browser import Browser
 from tests.support.machine import until
 
@@ -290,6 +291,28 @@ def test_the_full_report_is_made_of_the_mirrored_files(full: Hub) -> None:
     assert "<h1>Run ill001</h1>" in answer.text
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert full.site.get("/runs/nothing/report").status == 404
+
+
+def test_who_wants_a_report_meanwhile_is_told_to_come_again(full: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is made at a time, and nobody waits in a thread that other pages need."""
+    begun, end, answers = threading.Event(), threading.Event(), list[Answer]()
+
+    def slow(*_: object, **__: object) -> str:
+        begun.set()
+        assert end.wait(600)
+        return "made"
+
+    monkeypatch.setattr("ddpdebug.hub.pages.report", slow)
+    path = f"/runs/{ILL.key}/report"
+    thread = threading.Thread(target=lambda: answers.append(full.site.get(path)))
+    thread.start()
+    assert begun.wait(600)
+    second = full.site.get(path)
+    end.set()
+    thread.join()
+    assert (second.status, second.headers.get("retry-after")) == (503, "5")
+    assert "try again" in second.text
+    assert answers[0].text == "made"
 
 
 def test_the_style_has_all_colours_of_the_charts(hub: Hub) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.config.settings import options
+from ddpdebug.config.settings import Config, options
 from ddpdebug.grafana.dashboards import NAMES
 from ddpdebug.hub.auth import Auth
 
@@ -147,6 +147,8 @@ def test_the_hub_of_the_cluster_is_valid_and_keeps_its_token_to_itself() -> None
     assert all("token" not in str(word).lower() for word in container["args"])
     claims = [volume["persistentVolumeClaim"]["claimName"] for volume in template["spec"]["volumes"][:1]]
     assert claims == [load("kubernetes/hub/volume.yaml")["metadata"]["name"]]
+    name = service["metadata"]["name"].upper().replace("-", "_")  # in every container of the namespace:
+    Config.load({}, {f"{name}_SERVICE_HOST": "10.0.0.1", f"{name}_PORT_8765_TCP": "tcp://10.0.0.1:8765"}, DEPLOY)
 
 
 def test_the_hub_is_started_with_options_that_exist() -> None:
