@@ -70,7 +70,6 @@ _FOR_PEOPLE = {
     "peak": "the most that was in use, likewise",
     "sample": "all numbers of the allocator, likewise",
     "reads": "how many losses the labels were read from",
-    "ignored": "which parameters DDP was told to leave alone",
     "visits": "whether the search for a holder has seen all or stopped at its limit",
 }
 
