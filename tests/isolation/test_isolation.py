@@ -171,7 +171,10 @@ _TAKEN_ONCE = {
     "faulthandler.dump_traceback_later": {
         "processes/dump_timer.py": "in the ranks of `check`, and only where the script does not use it"
     },
-    "signal.setitimer": {"preflight/sandbox/time_limit.py": "in a preflight, where no timer runs"},
+    "signal.setitimer": {
+        "preflight/sandbox/time_limit.py": "in a preflight, where no timer runs",
+        "processes/pusher.py": "in the process that sends a run to a hub",
+    },
     "signal.signal": {
         "hub/serve.py": "in the process of the hub",
         "preflight/sandbox/time_limit.py": "as above, put back",
