@@ -154,7 +154,8 @@ class Group:
     def found(self) -> None:
         """Note that there are findings, of incidents that may be ignored."""
         self.quiet = self.wait = 0
-        self.misses *= self.silent
+        if not self.silent:
+            self.misses = 0
 
     def rest_if_silent(self) -> None:
         """Wait longer before the next look past incidents that are ignored."""

@@ -61,7 +61,6 @@ run = Table(
     Column("findings", BigInteger, nullable=False, default=0),
     Column("bytes", BigInteger, nullable=False, default=0),  # mirrored
     Column("width", BigInteger, nullable=False, default=1),  # steps in a bucket of its summary
-    Column("parent", Text),  # the run that was in the same directory before
     Column("document", Text),  # run.json
     Index("run_by_state", "state", "last_seen"),
 )

@@ -94,13 +94,15 @@ class Store:
         self._steady, self._ahead = steady, clock() - steady()
         self._set_at = self._pruned_at = float("-inf")
         self._puts: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Any] = {}
+        self.place = _shown(str(place))
         try:
             self._engine = _engine(place)
             self._is_sqlite = self._engine.dialect.name == "sqlite"
-            self.place = self._engine.url.render_as_string(hide_password=True) if "://" in str(place) else str(place)
             self._prepare()
-        except (SQLAlchemyError, ArgumentError, ImportError, OSError) as error:
-            raise UsageError(f"the hub cannot open {str(place)!r}: {_words(error)}") from None
+        except UsageError:
+            raise
+        except (SQLAlchemyError, ValueError, ImportError, OSError) as error:
+            raise UsageError(f"the hub cannot open {self.place!r}: {_words(error)}") from None
 
     def close(self) -> None:
         """Close all connections."""
@@ -680,14 +682,27 @@ def _smaller(column: Any) -> _Change:
     return lambda new: case((new[column.name] < column, new[column.name]), else_=column)
 
 
-def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = None) -> None:
-    """Bring a store up to date with a run directory.
+def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = None) -> int:
+    """Bring a store up to date with a run directory; return how many pieces that took.
+
+    Args:
+        at: when the run has written what is there; the default is now.
 
     Raises:
         NotWantedError: the store does not take the run.
         ValueError, OSError: the directory is another run's now, or cannot be read.
     """
-    mirror.bring(lambda pieces, all_files: store.receive(mirror.key, source, pieces, all_files=all_files, at=at))
+    return mirror.bring(lambda pieces, all_files: store.receive(mirror.key, source, pieces, all_files=all_files, at=at))
+
+
+def _shown(place: str) -> str:
+    """Return the name of a database without the password that may be in it."""
+    if "://" not in place:
+        return place
+    try:
+        return make_url(place).render_as_string(hide_password=True)
+    except (ArgumentError, ValueError):  # a port that is no number
+        return f"{place.partition('://')[0]}://..."
 
 
 def _engine(place: str | Path) -> Engine:

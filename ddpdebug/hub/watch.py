@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from ddpdebug.hub.store import NotWantedError, Store
+from ddpdebug.hub.store import NotWantedError, Store, copy_run
 from ddpdebug.run_directory.mirror import RUN, Mirror, digest_of
 
 #: Seconds between two looks at runs that go on, at those that are over, and for new ones.
@@ -114,18 +114,12 @@ class Watch:
                 self._let_go(directory)
                 self._over[directory] = (*signature, now)
                 return
-        at = mirror.changed if first else None
-        changed = self._bring(mirror, at)
+        at = mirror.changed if first else None  # what is there at the first look was written when the files say
+        changed = copy_run(self._store, mirror, "watch", at=at)
         old = at is not None and self._store.clock() - at > _OLD
         if old or (not changed and self._store.is_over(mirror.key)):
             self._let_go(directory)
             self._over[directory] = (*signature, now)
-
-    def _bring(self, mirror: Mirror, at: float | None) -> int:
-        """Bring the store up to date; what is there at the first look was written when the files say."""
-        return mirror.bring(
-            lambda pieces, all_files: self._store.receive(mirror.key, "watch", pieces, all_files=all_files, at=at)
-        )
 
     def _set_aside(self, directory: Path) -> None:
         """Look at a directory again when its `run.json` is another one, and seldom until then."""

@@ -403,9 +403,8 @@ class ManyRanks:
         self._foreseen = WholeSteps(world, lambda _: None, clock)
         self.allowance = Allowance(clock)
         self.left_out = 0  # steps that were not judged
-        self.announced: dict[
-            str, dict[str, Any]
-        ] = {}  # topic -> what this rank has told the one that judges; any thread
+        # topic -> what this rank has told the one that judges; any thread
+        self.announced: dict[str, dict[str, Any]] = {}
         self._calls, self._used = calls, used
         self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
         self._members: tuple[int, ...] = ()

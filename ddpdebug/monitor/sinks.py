@@ -195,7 +195,7 @@ def place(environ: Mapping[str, str]) -> dict[str, str]:
 def owner() -> str:
     """Return whose process this is; never asks a directory service, which may be far."""
     named = next((os.environ[name] for name in ("SLURM_JOB_USER", "USER", "LOGNAME") if os.environ.get(name)), "")
-    return named[:64] or str(os.getuid())
+    return named[:64] or f"uid {os.getuid()}"
 
 
 def start_pusher(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Pusher | None:

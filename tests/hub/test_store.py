@@ -531,6 +531,10 @@ def test_databases_that_are_none(tmp_path: Path) -> None:
         Store(tmp_path / "text")
     with pytest.raises(UsageError, match="SQLite or Postgres"):
         Store("mysql://localhost/x")
+    for url in ("postgresql+psycopg://nobody:secret@127.0.0.1:9/x", "postgresql+psycopg://nobody:secret@here:port/x"):
+        with pytest.raises(UsageError, match="cannot open 'postgresql") as told:
+            Store(url)
+        assert "secret" not in str(told.value)
     store = Store(tmp_path / "hub.sqlite")
     with store.write() as connection:
         connection.execute(schema.about.update().values(value="0"))
