@@ -166,7 +166,7 @@ def attach_and_detach(imports: Iterable[str] = ()) -> Attached:
     entries = probes.entries
     try:
         guard.run("patches", probes.patches.install)
-        guard.run("probe:coverage", CoverageProbe(entries, probes.state.wrappers, lambda _: None).install)
+        guard.run("probe:coverage", CoverageProbe(probes.bus, entries, probes.state.wrappers, lambda _: None).install)
         for name in imports:
             _load(name)
         wrappers = [Wrapper(p.where, p.why, in_place=True, over=p.over, under=p.hidden()) for p in entries.placed]

@@ -236,7 +236,7 @@ class Monitor:
         self._doubted, self._met = set[int](), (Met(members=()), 0.0)  # ranks with rows left out; last met, and when
         self.covering = Covering(self._account, self._write, self._announce, quiet=config.quiet)
         starting = None if self.starts is None else (self.starts.before, self.starts.after)
-        self._counts = CoverageProbe(self.probes.entries, state.wrappers, self._on_child, starting)
+        self._counts = CoverageProbe(bus, self.probes.entries, state.wrappers, self._on_child, starting)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
         self._promised = 0  # last states that this rank has handed over

@@ -16,10 +16,12 @@ from torch.nn.parameter import is_lazy
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import Entries
+from ddpdebug.probes.training_events import Bus, CopyTrained
 
 #: Who makes processes of its own, that train nothing: the workers of loaders, compilers and pools, managers.
 _LIBRARIES = ("torch.utils.data", "torch._inductor", "concurrent.", "multiprocessing.", "joblib.")
 _MAX_KINDS = 8
+_COPIES = "they are of copies that each rank trains by itself, as an inner loop does"
 
 
 class CoverageProbe:
@@ -32,6 +34,7 @@ class CoverageProbe:
 
     def __init__(
         self,
+        bus: Bus,
         entries: Entries,
         wrappers: list[Wrapper],
         on_child: Callable[[bool], None],
@@ -42,6 +45,7 @@ class CoverageProbe:
         self.unwatched: dict[str, int] = {}
         self.left_out: dict[str, int] = {}
         self._known: dict[int, weakref.ref[Any]] = {}  # optimizers that were looked at
+        bus.on("probe:coverage", CopyTrained, self._copy_trained)
         self._targets: dict[int, Any] = {}  # what processes run, by their object's id, while they start
 
     def install(self) -> None:
@@ -65,6 +69,9 @@ class CoverageProbe:
         known = self._known.get(id(optimizer))
         if known is None or known() is not optimizer:
             self._look(optimizer)
+
+    def _copy_trained(self, event: CopyTrained) -> None:
+        self.left_out = {**self.left_out, _COPIES: max(self.left_out.get(_COPIES, 0), event.parameters)}
 
     def _starts(self, process: Any) -> None:
         self._targets[id(process)] = getattr(process, "_target", None)  # it is gone once the process has started

@@ -24,6 +24,7 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
+from ddpdebug.probes.model_copies import ModelCopies
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
 from ddpdebug.probes.own_times import OwnTimes
@@ -108,6 +109,8 @@ class Recorder:
         self._shares = 1  # losses that are given to backward are so many parts of one
         self._averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._by_optimizer: dict[int, OptimizerWatch] = {}
+        self._copies = ModelCopies(bus, state, self._entries.built)
+        self._on_copy = False  # the step that runs is one of a copy of the model
         self._fused: OptimizerWatch | None = None
         self._fused_stepped = False
         self._stepping: list[int] = []
@@ -305,6 +308,9 @@ class Recorder:
         if self._state.in_backward and "probe:backward" not in self._guard.off:  # its end is not seen then
             self._fuse(optimizer)
             return
+        self._on_copy = self._guard.run("probe:copies", self._copies.trained_by, optimizer) is True
+        if self._on_copy:
+            return
         watch = self._watch(optimizer)
         if watch.given_up:
             return
@@ -341,7 +347,11 @@ class Recorder:
             return
         while self._stepping and self._stepping.pop() != id(optimizer):
             pass
-        if self._stepping or self._pre is None or self._state.in_backward:
+        if self._stepping or self._state.in_backward:
+            return
+        if self._on_copy:
+            self._leave_out()
+        if self._pre is None:
             return
         watch, record, started = self._pre
         self._pre = None
@@ -351,6 +361,11 @@ class Recorder:
             if record.checked:
                 self._bus.emit(events.GradientsFinal(watch, record))
         self._finish(watch, record)
+
+    def _leave_out(self) -> None:
+        """Forget the forwards and backwards of a copy's step: the model's own step has the time, not the contents."""
+        since, self._on_copy = self._state.since, False
+        self._state.since = SinceLastStep(since.started, since.overhead_before, since.number)
 
     def _skipped(self, event: events.StepSkipped) -> None:
         """Note a step that GradScaler did not let happen; it counts as an attempt."""
@@ -424,6 +439,7 @@ class Recorder:
         watch.step += 1
         number = max(w.step for w in state.watches)
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), number)
+        state.synced = state.syncs
         state.checking = any(self._due(w.index, w.step) for w in state.watches)
 
     def _numbers(self) -> dict[str, Any]:

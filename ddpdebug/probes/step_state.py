@@ -75,6 +75,7 @@ class StepState:
         self.checking = True  # the sampled tier runs in this step
         self.in_backward = 0  # backwards that run, one inside the other
         self.backwards = self.syncs = 0
+        self.synced = 0  # what `syncs` was when the newest step ended
         self.wrappers: list[Wrapper] = []  # the DDPs
         self.watches: list[OptimizerWatch] = []
         self.by_hand = False  # the script updates its parameters without any optimizer of torch's

@@ -18,6 +18,7 @@
         clip_grad_norm_(...)                     Clipped, or ValuesClipped
         scaler.step(optimizer)                   ScalerSteps
             optimizer.step()                     StepBegan
+                                                   CopyTrained          by an optimizer of a copy; nothing of the rest
                                                    ParametersUnwrapped  the optimizer has parameters that no DDP has
                                                    StepOpened           the record exists, parameters are as before
                                                    GradientsFinal       as the optimizer uses them, or has used them
@@ -273,6 +274,13 @@ class BackwardFailed(Event):
 @dataclass(frozen=True, slots=True)
 class NeverStepped(Event):
     """Backward runs again and again, and no optimizer has stepped."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTrained(Event):
+    """An optimizer begins to train a copy of the model, of so many parameters, which is left alone."""
+
+    parameters: int
 
 
 # --- what stands between backward and step ----------------------------------------------------------------------------

@@ -66,7 +66,7 @@ PARTS = (
 _PROBES = {
     "parameters": "parameters frozen replicas built last-state structure",
     "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
-    "optimizer": "optimizer by-hand row scaler hyper state threads",
+    "optimizer": "optimizer copies by-hand row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers constants",
     "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
     "loss-backward",

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -453,11 +453,16 @@ def row(situation: Situation, pair: Pair | None) -> str:
     return f"| {_cell(situation.name)} | {_plainly(pair)} | {_cell(seen)} |"
 
 
-def table(chosen: Iterable[Situation], pairs: dict[str, Pair]) -> str:
-    """Return what was seen as Markdown, by groups."""
-    parts, chosen = [], list(chosen)
+def table(chosen: Iterable[Situation], pairs: dict[str, Pair], known: Mapping[str, str] | None = None) -> str:
+    """Return what was seen as Markdown, by groups, with the `known` rows of situations that were not chosen."""
+    parts, chosen = [], [s.path for s in chosen]
     for group, title in _GROUPS.items():
-        rows = [row(s, pairs.get(s.path.stem)) for s in chosen if s.group == group]
+        found = [
+            row(s, pairs.get(s.path.stem)) if s.path in chosen else (known or {}).get(_cell(s.name))
+            for s in situations()
+            if s.group == group
+        ]
+        rows = [line for line in found if line is not None]
         if rows:
             head = [f"### {title}\n", "| situation | plain | attached |", "| --- | --- | --- |"]
             parts.append("\n".join([*head, *rows, ""]))
@@ -471,11 +476,16 @@ def write(page: Path, text: str) -> None:
     page.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", "utf-8")
 
 
+def rows_on(page: Path) -> dict[str, str]:
+    """Return the rows of the page's table by their first cell."""
+    inside = page.read_text("utf-8").partition(_BEGIN)[2].partition(_END)[0]
+    rows = {line.split(" | ")[0][2:]: line for line in inside.splitlines() if line.startswith("| ")}
+    return {cell: line for cell, line in rows.items() if cell not in {"situation", "---"}}
+
+
 def names_on(page: Path) -> list[str]:
     """Return the situations that the page lists."""
-    inside = page.read_text("utf-8").partition(_BEGIN)[2].partition(_END)[0]
-    cells = [line.split(" | ")[0][2:] for line in inside.splitlines() if line.startswith("| ")]
-    return [cell.replace("\\<", "<") for cell in cells if cell not in {"situation", "---"}]
+    return [cell.replace("\\<", "<") for cell in rows_on(page)]
 
 
 def main() -> None:
@@ -495,7 +505,7 @@ def main() -> None:
         parser.error("--tree is for attached ranks, and the page tells of few")
     pairs = run(chosen, twice=args.twice, tree=args.tree, options=args.option)
     if args.write:
-        write(args.write, table(chosen, pairs))
+        write(args.write, table(chosen, pairs, rows_on(args.write)))
     for name, pair in sorted(pairs.items()):
         differences = pair.differences if not args.twice else [d for d in pair.differences if "watched" not in d]
         failed += bool(differences)

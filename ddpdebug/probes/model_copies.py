@@ -1,0 +1,85 @@
+"""Optimizers that train copies of the wrapped model, as the inner loop of meta-learning does: on purpose, on each rank.
+
+A copy is known by what it holds: as its optimizer begins, after a step of the model, it is equal to the model bit for
+bit, while the model has not been in a backward of its own and another optimizer holds it. A second model that began as
+a copy and is no longer equal once the model has stepped is trained beside it, and is looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.probes.built import Built
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus, CopyTrained
+
+#: Steps that copies may take before the model takes one; where they take more, the model is not what is trained.
+MOST = 100
+_SPOTS = 8  # elements in which a parameter is looked at for being constant
+
+
+class _Known(NamedTuple):
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    round: int  # number of the model's steps when it was looked at
+    copies: bool
+
+
+class ModelCopies:
+    """Tells of an optimizer that is about to step whether it trains a copy of what a DDP holds."""
+
+    def __init__(self, bus: Bus, state: StepState, built: Built) -> None:
+        self._bus, self._state, self._built = bus, state, built
+        self._known: dict[int, _Known] = {}
+        self._round = self._steps = 0  # steps of the model, and steps of copies since its newest
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether the coming step is one of a copy. Reads the parameters once after each step of the model."""
+        wrappers = self._state.wrappers
+        if not wrappers or self._state.in_backward:
+            return False
+        made = sum(watch.step for watch in self._state.watches)
+        if made != self._round:
+            self._round, self._steps = made, 0
+            self._known = {key: known for key, known in self._known.items() if known.optimizer() is not None}
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer or known.round != made:
+            known = _Known(weakref.ref(optimizer), made, self._copies(optimizer, known))
+            self._known[id(optimizer)] = known
+            if known.copies:
+                self._bus.emit(CopyTrained(sum(len(group["params"]) for group in optimizer.param_groups)))
+        self._steps += known.copies
+        return known.copies and self._steps <= MOST
+
+    def _copies(self, optimizer: torch.optim.Optimizer, before: _Known | None) -> bool:
+        if before is not None and before.optimizer() is optimizer and not before.copies:
+            return False
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if not params or self._state.syncs != self._state.synced or any(w.forwards for w in self._state.wrappers):
+            return False
+        models = [module for wrapper in self._state.wrappers if (module := wrapper.module()) is not None]
+        own = {id(p): p for module in models for p in internals.parameters(module)}
+        if any(id(p) in own or p.device.type != "cpu" for p in params):
+            return False
+        shapes = {_shape(p) for p in own.values()}
+        if not all(_shape(p) in shapes for p in params) or not self._held_by_another(own):
+            return False
+        contents = {(_shape(p), fingerprint.fingerprint(p)) for p in own.values() if p.device.type == "cpu"}
+        # zeros and ones are what other models begin with too
+        return any(_varies(p) for p in params) and all((_shape(p), fingerprint.fingerprint(p)) in contents for p in params)
+
+    def _held_by_another(self, own: Mapping[int, torch.Tensor]) -> bool:
+        held = (p for o in self._built.optimizers for group in o.param_groups for p in group["params"])
+        return any(id(p) in own for p in held)
+
+
+def _shape(p: torch.Tensor) -> tuple[object, ...]:
+    return (p.dtype, *p.shape)
+
+
+def _varies(p: torch.Tensor) -> bool:
+    return len(set(fingerprint.row_fingerprints(p, p.itemsize, _SPOTS))) > 1
