@@ -69,8 +69,9 @@ class ModelCopies:
         if not all(_shape(p) in shapes for p in params) or not self._held_by_another(own):
             return False
         contents = {(_shape(p), fingerprint.fingerprint(p)) for p in own.values() if p.device.type == "cpu"}
-        # zeros and ones are what other models begin with too
-        return any(_varies(p) for p in params) and all((_shape(p), fingerprint.fingerprint(p)) in contents for p in params)
+        if not any(_varies(p) for p in params):  # zeros and ones are what other models begin with too
+            return False
+        return all((_shape(p), fingerprint.fingerprint(p)) in contents for p in params)
 
     def _held_by_another(self, own: Mapping[int, torch.Tensor]) -> bool:
         held = (p for o in self._built.optimizers for group in o.param_groups for p in group["params"])
