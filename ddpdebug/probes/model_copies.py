@@ -70,7 +70,9 @@ class ModelCopies:
             return False
         contents = {(_shape(p), fingerprint.fingerprint(p)) for p in own.values() if p.device.type == "cpu"}
         # zeros and ones are what other models begin with too
-        return any(_varies(p) for p in params) and all((_shape(p), fingerprint.fingerprint(p)) in contents for p in params)
+        return any(_varies(p) for p in params) and all(
+            (_shape(p), fingerprint.fingerprint(p)) in contents for p in params
+        )
 
     def _held_by_another(self, own: Mapping[int, torch.Tensor]) -> bool:
         held = (p for o in self._built.optimizers for group in o.param_groups for p in group["params"])
