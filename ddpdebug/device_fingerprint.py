@@ -1,8 +1,8 @@
 """Fingerprints of tensors on a device, computed there without waiting for it.
 
 The sum, modulo 2**64, of a tensor's words times odd weights that depend on the position. On CUDA with Triton that is
-one launch over all tensors, bound by the memory's bandwidth: each block adds the sum of one tile to its tensor's slot, and
-sums of integers do not depend on the order of the blocks. Elsewhere the same numbers come from operations of torch,
+one launch over all tensors, bound by the memory's bandwidth: each block adds the sum of one tile to its tensor's slot,
+and sums of integers do not depend on the order of the blocks. Elsewhere the same numbers come from operations of torch,
 several for each tensor.
 
 Not run on a GPU yet: docs/gpu.md. The kernel has run in Triton's interpreter.
