@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -30,6 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m pip install --quiet -c constraints.txt torch
 	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+# beside .venv: with it torch would choose other ways in other tests
+.triton/.installed: $(STAMP)
+	rm -rf .triton
+	$(PYTHON) -m pip install --quiet --no-deps --target .triton -c constraints.txt triton
+	touch $@
+
+triton: .triton/.installed ## Triton for the test of its kernel in its interpreter (270 MB)
 
 format: $(STAMP) ## format the code and sort its imports
 	$(PYTHON) -m ruff format .

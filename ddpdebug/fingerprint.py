@@ -9,7 +9,7 @@ Nothing here draws random numbers, writes to a tensor, raises a version counter 
 | tensor | fingerprint |
 |---|---|
 | CPU, dense | `xxh3_64` of its memory, no copy; of its elements in logical order where it is not contiguous |
-| on a device | the same, of a copy in host memory; this waits for the device, `device_fingerprints` does not |
+| on a device | the same, of a copy in host memory; this waits for the device, `device_fingerprint.py` does not |
 | no elements | `EMPTY` |
 | no data: meta, fake, lazy, symbolic zero, storage freed (FSDP) | `NO_DATA` |
 | sparse | of its coalesced indices and values (COO), of its index and value tensors (CSR, CSC, BSR, BSC) |
@@ -42,8 +42,8 @@ GLANCE_BYTES = 1 << 16
 SPOT_BYTES = 64
 
 _BLOCK = ctypes.c_char * BLOCK_BYTES
-_MASK = (1 << 64) - 1
-_NEVER_ZERO = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+NEVER_ZERO = 0x9E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDED = torch.strided
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -51,7 +51,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 def of_bytes(data: bytes | bytearray | memoryview) -> int:
     """Return the fingerprint of `data`."""
-    return xxh3_64_intdigest(data) or _NEVER_ZERO
+    return xxh3_64_intdigest(data) or NEVER_ZERO
 
 
 def of_text(text: str) -> int:
@@ -61,7 +61,7 @@ def of_text(text: str) -> int:
 
 def combine(values: Sequence[int]) -> int:
     """Return one fingerprint of several, sensitive to their order and number. Signed values count modulo 2**64."""
-    return of_bytes(struct.pack(f"<{len(values)}Q", *[value & _MASK for value in values]))
+    return of_bytes(struct.pack(f"<{len(values)}Q", *[value & MASK for value in values]))
 
 
 EMPTY = of_bytes(b"")
@@ -78,7 +78,7 @@ def fingerprint(tensor: Tensor) -> int:
         fits = size + tensor.storage_offset() * tensor.itemsize <= _storage_bytes(tensor)
         address = tensor.data_ptr() if fits else 0
         if address and not (tensor.is_conj() or tensor.is_neg()):
-            return xxh3_64_intdigest(_memory_type(size).from_address(address)) or _NEVER_ZERO
+            return xxh3_64_intdigest(_memory_type(size).from_address(address)) or NEVER_ZERO
     return _fingerprint_of_unusual(tensor)
 
 
@@ -103,7 +103,7 @@ def glance(tensor: Tensor) -> int:
         return fingerprint(tensor)
     digest = xxh3_64_intdigest(_BLOCK.from_address(address), size & 0xFFFFFFFF)
     digest = xxh3_64_intdigest(_BLOCK.from_address(address + size // 2 // 64 * 64), digest)
-    return xxh3_64_intdigest(_BLOCK.from_address(address + size - BLOCK_BYTES), digest) or _NEVER_ZERO
+    return xxh3_64_intdigest(_BLOCK.from_address(address + size - BLOCK_BYTES), digest) or NEVER_ZERO
 
 
 def spots(tensors: Sequence[Tensor]) -> int:
@@ -111,7 +111,7 @@ def spots(tensors: Sequence[Tensor]) -> int:
 
     Whatever rewrites a model (a load, an average, another precision) changes it; an edit elsewhere does not.
     """
-    digest = _NEVER_ZERO
+    digest = NEVER_ZERO
     for tensor in tensors:
         size, item = tensor.nbytes, tensor.itemsize
         if size == 0 or size + tensor.storage_offset() * item > _storage_bytes(tensor):
@@ -153,47 +153,30 @@ def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int
     for start, stop in _blocks(plain, limit_bytes):
         for piece in _logical(plain, start, stop):
             digest.update(_memory(piece))
-    return digest.intdigest() or _NEVER_ZERO, True
-
-
-def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one int64 fingerprint per tensor, on the tensors' device, without waiting for it. Works on the CPU too.
-
-    The sum, modulo 2**64, of the elements' bits times odd weights that depend on the element's position. The values
-    are not those of `fingerprint`: compare like with like. All tensors are dense and on one device.
-
-    Verified with CPU tensors only, not on a GPU.
-    """
-    with torch.no_grad():
-        if not tensors:
-            return torch.empty(0, dtype=torch.int64)
-        longest = max(tensor.nbytes // min(4, tensor.itemsize) for tensor in tensors)
-        weights = _weights(min(longest, _CHUNK_WORDS), tensors[0].device)
-        sums = torch.stack([_weighted_sum(_words(tensor), weights) for tensor in tensors])
-        return torch.where(sums == 0, _signed(_NEVER_ZERO), sums)
+    return digest.intdigest() or NEVER_ZERO, True
 
 
 def mixed(values: Tensor) -> Tensor:
     """Return each number of an int64 tensor scrambled: what was near each other is not any more."""
-    found = values * _signed(0x9E3779B97F4A7C15)
+    found = values * signed(0x9E3779B97F4A7C15)
     found ^= found >> 32
-    found *= _signed(0xD6E8FEB86659FD93)
+    found *= signed(0xD6E8FEB86659FD93)
     return found ^ (found >> 29)
 
 
 def rows(tensor: Tensor) -> Tensor:
     """Return one int64 hash for each row of a dense CPU tensor that has elements, in bounded temporary memory."""
     with torch.no_grad():
-        words = _words(tensor).reshape(len(tensor), -1)
-        weights = _weights(words.shape[1], words.device)
-        chunks = torch.split(words, max(1, _CHUNK_WORDS // words.shape[1]))
+        words = words_of(tensor).reshape(len(tensor), -1)
+        weights = weights_of(words.shape[1], words.device)
+        chunks = torch.split(words, max(1, CHUNK_WORDS // words.shape[1]))
         return mixed(torch.cat([(chunk * weights).sum(1) for chunk in chunks]))
 
 
 def unordered(columns: Sequence[Tensor]) -> int:
     """Return the fingerprint of the rows of a table, whatever their order; its columns are int64 tensors."""
     with torch.no_grad():
-        weights = _weights(len(columns), columns[0].device).tolist()
+        weights = weights_of(len(columns), columns[0].device).tolist()
         whole = mixed(sum((column * weight for column, weight in zip(columns, weights, strict=True)), columns[0] * 0))
         return combine([int(whole.sum()), len(whole)])
 
@@ -258,7 +241,7 @@ def _fingerprint_of_unusual(tensor: Tensor) -> int:
     digest = xxh3_64()
     for piece in _logical(plain, 0, plain.numel()):
         digest.update(_memory(piece))
-    return digest.intdigest() or _NEVER_ZERO
+    return digest.intdigest() or NEVER_ZERO
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -317,22 +300,24 @@ def _sampled_on_device(tensor: Tensor, limit_bytes: int) -> int:
     return combine([fingerprint(sample), flat.nbytes])
 
 
-# -- on a device
+# -- words and weights
 
-_CHUNK_WORDS = CHUNK_BYTES // 32  # a chunk needs its words, their products and the weights, eight bytes each
+#: Weights repeat after so many words, times one odd number for each chunk.
+CHUNK_WORDS = CHUNK_BYTES // 32  # a chunk needs its words, their products and the weights, eight bytes each
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the signed integer of 64 bits that has these bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
+def weights_of(count: int, device: torch.device) -> Tensor:
     """Return odd weights of the positions 0 to `count`: consecutive integers, scrambled."""
     return mixed(torch.arange(1, count + 1, dtype=torch.int64, device=device)) | 1
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """View the elements as integers of at most 32 bits.
+def words_of(tensor: Tensor) -> Tensor:
+    """View the elements as integers of at most 32 bits, in logical order.
 
     Not of 64: the difference of two odd weights is even, so two values that differ in bit 63 only could change places
     unseen.
@@ -340,11 +325,3 @@ def _words(tensor: Tensor) -> Tensor:
     plain = _detached(tensor).contiguous().reshape(-1)
     plain = plain.view(torch.int64) if plain.is_floating_point() else plain  # the parts of complex128
     return plain.view(torch.int32) if plain.itemsize == 8 else plain
-
-
-def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
-    total = torch.full((), _signed(len(words) * 0xE7037ED1A0B428DB & _MASK), dtype=torch.int64, device=words.device)
-    for number, part in enumerate(torch.split(words, max(1, len(weights)))):
-        chunk_weight = _signed((2 * number + 1) * 0xA0761D6478BD642F & _MASK) | 1
-        total += (part * weights[: len(part)]).sum() * chunk_weight
-    return total

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from ddpdebug import fingerprint as fp
+from ddpdebug import device_fingerprint, fingerprint as fp
+from ddpdebug.device_fingerprint import device_fingerprints
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -26,7 +27,7 @@ Path = Callable[[Tensor], int]
 
 def on_device(tensor: Tensor) -> int:
     """Run the path for devices on a CPU tensor."""
-    return int(fp.device_fingerprints([tensor]))
+    return int(device_fingerprints([tensor]))
 
 
 @pytest.fixture(params=[fp.fingerprint, on_device], ids=["host", "device"])
@@ -146,8 +147,8 @@ def test_tensors_without_elements_have_one_fixed_fingerprint() -> None:
     """Whatever their shape and dtype, and wherever they point."""
     empties = [torch.empty(0), torch.empty(3, 0, dtype=torch.int8), torch.ones(4)[2:2], torch.ones(0, 2).T]
     assert set(fp.fingerprints(empties)) == {fp.EMPTY} == {fp.of_bytes(b"")}
-    assert len(set(fp.device_fingerprints(empties).tolist())) == 1
-    assert fp.device_fingerprints([]).shape == (0,)
+    assert len(set(device_fingerprints(empties).tolist())) == 1
+    assert device_fingerprints([]).shape == (0,)
 
 
 def test_nothing_has_the_fingerprint_zero() -> None:
@@ -155,7 +156,7 @@ def test_nothing_has_the_fingerprint_zero() -> None:
     values = fp.fingerprints([torch.empty(0), torch.zeros(1), torch.zeros(8), torch.zeros((), dtype=torch.bool)])
     values += [fp.combine([]), fp.combine([0]), fp.of_bytes(b""), fp.of_text(""), fp.EMPTY, fp.NO_DATA]
     assert 0 not in values
-    assert 0 not in fp.device_fingerprints([torch.zeros(n, dtype=torch.int8) for n in range(20)]).tolist()
+    assert 0 not in device_fingerprints([torch.zeros(n, dtype=torch.int8) for n in range(20)]).tolist()
 
 
 def test_tensors_without_data_have_one_fixed_fingerprint() -> None:
@@ -266,7 +267,7 @@ def test_long_tensors_are_seen_in_every_chunk_of_the_device_path(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """Chunks that change places, and one element of any chunk, are seen."""
-    monkeypatch.setattr(fp, "_CHUNK_WORDS", 32)
+    monkeypatch.setattr(device_fingerprint, "CHUNK_WORDS", 32)
     tensor = torch.arange(200).to(dtype)
     seen = {on_device(tensor)}
     seen.add(on_device(torch.cat([tensor[64:128], tensor[:64], tensor[128:]])))

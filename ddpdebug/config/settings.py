@@ -20,7 +20,10 @@ ENVIRONMENT_PREFIX = "DDPDEBUG_"
 #: Variables that ddpdebug passes to its own ranks, or its tests to themselves; not settings.
 INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
-    for name in ("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES")
+    for name in (
+        *("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY"),
+        *("REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES", "REQUIRE_TRITON"),
+    )
 )
 #: Variables that hold tokens, which are no settings either: those are written down.
 _TOKENS = frozenset({"DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_READ_TOKEN", "DDPDEBUG_HUB_READ_TOKEN_FILE"})

@@ -37,6 +37,10 @@ class _Threads(threading.local):
         self.inside = _Inside()
 
 
+#: The part that sees captures of CUDA graphs begin and end.
+CAPTURES = "probe:captures"
+
+
 class Guard:
     """Runs probe code. Counts the time spent in it (`seconds`) and remembers which parts are off.
 
@@ -52,6 +56,7 @@ class Guard:
         self.seconds = 0.0
         self.off: set[str] = set()
         self.quiet = False  # a replay is running: what it does is no part of the training
+        self.capturing: int | None = None  # the thread whose work goes into a CUDA graph: ours must not go along
         self.own_modes = 0  # dispatch modes of ours that lie on the stack
         self.entries: Any = None  # what runs under it, see `entries.py`
         self._on_trouble = on_trouble
@@ -72,6 +77,8 @@ class Guard:
     def run(self, part: str, probe: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `probe(*args, **kwargs)`, or None when the part is off or fails."""
         if part in self.off or (self.quiet and part.startswith("probe:")):
+            return None
+        if self.capturing is not None and self.capturing == threading.get_ident() and part != CAPTURES:
             return None
         if _dispatch_modes() > self.own_modes or _function_modes() or _transforms() is not None:
             if not internals.can_step_aside():

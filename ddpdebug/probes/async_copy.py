@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ddpdebug import fingerprint
+from ddpdebug.device_fingerprint import device_fingerprints
 
 #: Something that yields numbers when they are needed; calling it may wait for the device, so only off the hot path.
 Later = Callable[[], list[int]]
 LaterFloats = Callable[[], list[float]]
+
+
+#: Between two questions to a device, in seconds: soon, and then less and less often.
+_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+
+
+class _Captures:
+    """Captures of CUDA graphs in progress: a question to the device, from whatever thread, would spoil one."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._number = 0
+
+    def change(self, by: int) -> None:
+        """Note that one begins or ends; one that begins waits until nobody asks."""
+        with self._asking:
+            self._number = max(0, self._number + by)
+
+    def wait_for(self, event: torch.Event) -> None:
+        """Return once the event has been reached; only off the hot path."""
+        pause = _PAUSE
+        while True:
+            with self._asking:
+                if not self._number and event.query():
+                    return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+captures = _Captures()
 
 
 def _detached_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -18,7 +52,7 @@ def _detached_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Non
     host.copy_(tensor, non_blocking=True)
     event = torch.Event(device=tensor.device)
     event.record()
-    return host, event.synchronize
+    return host, functools.partial(captures.wait_for, event)
 
 
 def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
@@ -32,12 +66,12 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
     here = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type == "cpu"}
     there = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type != "cpu"}
     near = dict(zip(here, fingerprint.fingerprints(list(here.values())), strict=True))
-    host, wait = _detached_copy(fingerprint.device_fingerprints(list(there.values())))
+    host, wait = _detached_copy(device_fingerprints(list(there.values())))
     number, places = len(tensors), list(there)
 
     def read() -> list[int]:  # holds no tensor of the job: it is read late, and kept for longer
         wait()
-        far = dict(zip(places, (v & (1 << 64) - 1 or 1 for v in host.tolist()), strict=True))
+        far = dict(zip(places, (v & fingerprint.MASK or fingerprint.NEVER_ZERO for v in host.tolist()), strict=True))
         return [near.get(i, far.get(i, 0)) for i in range(number)]
 
     return read

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.isolation.guard import Guard
+from ddpdebug.isolation.guard import CAPTURES, Guard
 from ddpdebug.probes import training_events as events
+from ddpdebug.probes.async_copy import captures
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
@@ -197,9 +198,8 @@ class DeviceClock:
         self._hooks.tell(self._arrived)
         self._state.clock.tell(self._away)
         graph, patch = torch.cuda.CUDAGraph, entries_of(self._guard).patch
-        begins = [("probe:device-times", self._capture_begins)]
-        ends = [("probe:device-times", self._capture_ends)]
-        why = "that nobody asks a device about events while a CUDA graph is captured"
+        begins, ends = [(CAPTURES, self._capture_begins)], [(CAPTURES, self._capture_ends)]
+        why = "that nothing of ours goes into a CUDA graph, and nobody asks the device, while one is captured"
         patch(graph, "capture_begin", why, before=begins, failed=ends)
         patch(graph, "capture_end", why, after=ends, failed=ends)
 
@@ -210,8 +210,13 @@ class DeviceClock:
     def _capture_begins(self, *_: Any, **__: Any) -> None:
         if self._device is not None:
             self._device.capture(1)
+        captures.change(1)
+        self._guard.cut()  # of a step that is captured the end is not seen
+        self._guard.capturing = threading.get_ident()
 
     def _capture_ends(self, *_: Any, **__: Any) -> None:
+        self._guard.capturing = None
+        captures.change(-1)
         if self._device is not None:
             self._device.capture(-1)
 

@@ -75,7 +75,7 @@ _PROBES = {
     "data": "loader items splits draws",
     "memory": "memory memory-limit input-sizes",
     "other": "coverage cut scene place loss_line disk spawned collectives collective-hooks own-times collector "
-    "device-times",
+    "device-times captures",
 }
 _NOTES = {
     "scene",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes import device_times
+from ddpdebug.probes import async_copy, device_times
 from ddpdebug.probes.device_times import Device, DeviceClock, cuda_device
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.schema.row import Row, decode
@@ -113,9 +115,9 @@ class Rank:
         return decode(encode_row(self.records[-1], 0, self.guard))
 
 
-@pytest.fixture
-def rank() -> Iterator[Rank]:
-    """A rank that has its group for itself, after two steps: the device is known, and when its last gradient comes."""
+@contextmanager
+def training() -> Iterator[Rank]:
+    """Give a rank that has its group for itself, after two steps: its device and its last gradient are known."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     made = Rank()
     made.step()
@@ -125,6 +127,13 @@ def rank() -> Iterator[Rank]:
     made.probes.release()
     del made.model
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    """A rank after two steps."""
+    with training() as made:
+        yield made
 
 
 def test_phases_are_those_of_the_device(rank: Rank) -> None:
@@ -197,6 +206,30 @@ def test_nothing_is_recorded_or_asked_during_a_capture(rank: Rank, monkeypatch: 
     device.capture(-1)
     device.capture(-1)
     assert device.wait_for([mark])
+
+
+def test_what_goes_into_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No probe runs in the thread that captures, no other asks the device, and afterwards all goes on."""
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    with training() as rank:
+        number = len(rank.records)
+        torch.cuda.CUDAGraph.capture_begin(None)  # type: ignore[arg-type]
+        rank.step()
+        assert len(rank.records) == number
+        assert rank.guard.run("probe:forward", lambda: 1) is None
+        told: list[Any] = []
+        asked = SimpleNamespace(query=lambda: told.append("asked") or True)
+        waiting = threading.Thread(target=lambda: (async_copy.captures.wait_for(asked), told.append("over")))
+        waiting.start()
+        waiting.join(0.1)
+        assert told == []
+        torch.cuda.CUDAGraph.capture_end(None)  # type: ignore[arg-type]
+        waiting.join()
+        assert told == ["asked", "over"]
+        rank.step()
+        rank.step()
+        assert len(rank.records) == number + 2
 
 
 def test_nothing_waits_in_the_training_thread(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ _PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 _LAYERS = (
     ("_version", "disk", "redaction", "schema", "torch_internals"),
     ("errors", "fingerprint"),
-    ("detectors", "isolation"),
+    ("triton_kernels",),
+    ("detectors", "device_fingerprint", "isolation"),
     ("config", "nested", "sinks"),
     ("run_directory",),
     ("exchange", "grafana", "processes"),
