@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -112,6 +112,11 @@ demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (under 
 
 docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options, patches, thresholds)
 	$(PYTHON) tools/documentation.py docs/findings.md docs/metrics.md docs/options.md docs/patches.md docs/thresholds.md
+
+site: $(STAMP) ## make the site of the documentation in build/site; a link or an anchor that leads nowhere is an error
+	rm -rf build/site
+	$(PYTHON) -m sphinx -W --keep-going --quiet --conf-dir docs . build/site
+	@echo "build/site/index.html"
 
 dashboards: $(STAMP) ## make the Grafana dashboards in dashboards/ from their code
 	$(PYTHON) -m tools.dashboards dashboards
