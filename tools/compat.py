@@ -1,6 +1,6 @@
 """Runs a fixed part of the tests and of the corpus of faults under other versions of torch; writes a page of what held.
 
-    python -m tools.compat [--torch 2.6.0 ...] [--python python3.13] [--write docs/compatibility.md]
+    python -m tools.compat [--torch 2.12.0 ...] [--python python3.13] [--write docs/compatibility.md]
 
 Each pair of an interpreter and a torch gets an environment of its own in `.compat/`: gigabytes, so that this is no part
 of CI. What a pair showed is kept in `tools/compat.json`; the page is made of that, so that pairs that are not run now
@@ -25,7 +25,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _RECORD = _ROOT / "tools" / "compat.json"
 #: The first is the lower bound in pyproject.toml, the second what constraints.txt has.
-TORCHES = ("2.6.0", "2.13.0", "2.15.0")
+TORCHES = ("2.12.0", "2.13.0", "2.15.0")
 REFERENCE = TORCHES[1]
 TESTS = (
     *("tests/torch_internals", "tests/exchange", "tests/isolation", "tests/test_fingerprint.py"),
