@@ -27,10 +27,7 @@ _RECORD = _ROOT / "tools" / "compat.json"
 #: The first is the lower bound in pyproject.toml, the second what constraints.txt has.
 TORCHES = ("2.12.0", "2.13.0", "2.15.0")
 REFERENCE = TORCHES[1]
-TESTS = (
-    *("tests/torch_internals", "tests/exchange", "tests/isolation", "tests/test_fingerprint.py"),
-    *("tests/probes", "tests/diagnosis", "tests/detectors"),
-)
+TESTS = ("tests/torch_internals", "tests/exchange", "tests/isolation", "tests/probes", "tests/test_fingerprint.py")
 #: Scripts of the corpus: faults of every family, those of a slow rank aside, whose step is a matter of time.
 FAULTS = (
     *("data901_same_seed", "data902_set_epoch", "data906_iterator", "data910_label_map"),
