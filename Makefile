@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -91,6 +91,9 @@ TRAINERS := transformers accelerate peft lightning
 
 programs: .programs/.tried ## run programs in the manner of public ones, healthy and with a fault each, write docs/programs.md
 	.programs/venv/bin/python tests/programs/run.py --write docs/programs.md
+
+compat: $(STAMP) ## a part of the tests and the corpus under other versions of torch (gigabytes), write docs/compatibility.md
+	$(PYTHON) -m tools.compat --write docs/compatibility.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6

@@ -140,7 +140,7 @@ def made_by(make: Make) -> Iterator[str]:
     """Yield the names of the nodes that an operation makes."""
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         start = torch.full((2, 2), 0.5, dtype=torch.float32, device="cpu", requires_grad=True)
-        made = make(start)  # in torch 2.6 the node of a function in Python has no name without its result
+        made = make(start)  # in torch 2.12 the node of a function in Python has no name without its result
         waiting = [made.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -305,12 +305,21 @@ def _write(path: Path, results: list[Result], *, held_out: bool) -> None:
     path.write_text(page)
 
 
+def _reported(results: list[Result]) -> dict[str, dict[str, object]]:
+    return {
+        f"{r.case.path.stem}{'' if r.fault or not r.case.codes else ', clean'}": {
+            "findings": [[f.code, f.step, list(f.ranks), list(f.subject), f.location] for f in r.findings],
+            "problems": [*r.problems, *r.unlocated],
+        }
+        for r in results
+    }
+
+
 def _job(job: tuple[Case, bool], *, launch: bool) -> Result:
     return run(job[0], fault=job[1], launch=launch)
 
 
-def main() -> int:
-    """Score the corpus; exit 1 when less than `--require` of the runs are right."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at the same time")
     parser.add_argument("--only", default="")
@@ -320,14 +329,23 @@ def main() -> int:
     parser.add_argument("--held-out", action="store_true", help="run tests/held_out and print totals only")
     parser.add_argument("--reveal", action="store_true", help="print what is held out: not for who writes rules")
     parser.add_argument("--launch", action="store_true", help="start ranks as a user does")
+    parser.add_argument("--json", type=Path, help="write what each run reported, for `make compat`")
     parser.add_argument("--tree", action="store_true", help="the ranks talk over the tree, as very many do")
     args = parser.parse_args()
+    if args.held_out and args.json:
+        parser.error("--json names scripts: it is not for what is held out")
     if args.held_out and args.only and not args.reveal:
         parser.error("totals of a few held-out scripts tell which they are: --only needs --reveal")
     if args.tree and (args.launch or args.write):
         parser.error("--tree is for ranks that are forked, and their score is not that of the page")
     if args.held_out and args.reveal:
         print("warning: who reads this writes no rules for it; a script that is used to mend one moves to tests/corpus")
+    return args
+
+
+def main() -> int:
+    """Score the corpus; exit 1 when less than `--require` of the runs are right."""
+    args = _arguments()
     folder = args.folder or (_HELD_OUT if args.held_out else _CORPUS)
     named = args.reveal or not args.held_out
     wanted = tuple(part for part in args.only.split(",") if part)
@@ -356,6 +374,8 @@ def main() -> int:
             words = "; ".join([*result.problems, *result.unlocated])
             print(f"{verdict} {kind} {name:48} {result.seconds:5.1f}s {codes} {words}", flush=True)
     print(*report_held_out(results).splitlines()[6:-2] if args.held_out else Totals.of(results).lines(), sep="\n")
+    if args.json:
+        args.json.write_text(json.dumps(_reported(results)))
     if args.write:
         _write(args.write, results, held_out=args.held_out)
     failed = sum(bool(r.problems) for r in results)

@@ -211,8 +211,9 @@ def unregistered(
     output: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], root: nn.Module, known: set[int]
 ) -> list[str]:
     """Name the parameters that a model's output was computed with and that no model and no optimizer has."""
-    seen = {id(t.grad_fn) for t in inputs if t.grad_fn is not None}
-    kept: list[Any] = []  # numbers are used again: nodes must live while they are known by theirs
+    # numbers are used again: nodes must live while they are known by theirs
+    kept: list[Any] = [t.grad_fn for t in inputs if t.grad_fn is not None]
+    seen = {id(node) for node in kept}
     waiting = [t.grad_fn for t in output if t.grad_fn is not None]
     found: list[torch.Tensor] = []
     while waiting and len(kept) < _MAX_NODES:
