@@ -4,8 +4,8 @@ It writes the stacks of all threads at a moment that is set in advance, from a t
 interpreter's lock. Whoever sets it cancels what was set before, so two rules keep the script's own use whole:
 
 - it is not set where a thread of that kind may wait already: one that blocks all signals, as the kernel shows it;
-- once it is ours, `faulthandler` alone holds what we have given it as a file. Where that has died, the script has set or
-  cancelled the timer, and we never touch it again in this process.
+- once it is ours, `faulthandler` alone holds what we have given it as a file. Where that has died, the script has set
+  or cancelled the timer, and we never touch it again in this process.
 
 Frames are read while they change where the process still runs Python at that moment, which may end it by SIGSEGV
 (measured with Python 3.11: within some dumps). So it is set for the end of a job's time alone.

@@ -78,7 +78,7 @@ class _Memory:
         data = self.read(address + sys.getsizeof("") - 1, length)
         if all(32 <= letter < 127 for letter in data):
             return data.decode("ascii")
-        start = address + sys.getsizeof("\xe9") - 2
+        start = address + sys.getsizeof(chr(256) + chr(257)) - 6  # a new one: others may count bytes that lie elsewhere
         for size, encoding in ((1, "latin-1"), (2, "utf-16-le"), (4, "utf-32-le")):
             data = self.read(start, (length + 1) * size)
             with suppress(UnicodeDecodeError):
