@@ -1,4 +1,4 @@
-"""What the tests of the hub share: a Postgres of their own, on a free port of the loopback, and stores that are closed."""
+"""What tests of the hub share: a Postgres of their own, on a free port of the loopback; stores that are closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _programs() -> Path:
 
 @pytest.fixture(autouse=True)
 def _stores_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """From Python 3.13 on a database that is collected before it is closed is a warning, in whichever test that happens."""
+    """From Python 3.13 on, a database that is collected before it is closed is a warning, in any test after it."""
     opened: list[Store] = []
     prepare = Store._prepare
 
