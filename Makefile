@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 # the first interpreter that can make a virtual environment; 3.11 is what the tests run with
 USABLE := import sys, ensurepip; sys.exit(sys.version_info < (3, 11))
-PYTHON_BASE ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+PYTHON_BASE ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c '$(USABLE)' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 PYTHON := $(VENV)/bin/python

@@ -14,8 +14,8 @@ from ddpdebug.config.settings import Config
 if TYPE_CHECKING:
     from ddpdebug.monitor.doctor import FeatureState, Report
 
-_TEXT = """Say what ddpdebug finds here: versions, the private names of torch that it uses, what it wraps when it is
-attached, and what is off.
+_TEXT = """Say what ddpdebug finds here: versions, the machine, extras, the private names of torch that it uses, what it
+wraps when it is attached, and what is off.
 
 It attaches to its own process and takes that back; nothing is trained and no rank is started. Run it where the job
 runs, with the same environment.
@@ -51,10 +51,10 @@ def command(*, as_json: bool, verbose: bool, imports: tuple[str, ...]) -> Callab
 
 
 def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
-    yield "versions     " + " · ".join(f"{name} {version}" for name, version in report.versions.items())
-    yield "backends     " + " · ".join(f"{name} {state}" for name, state in report.backends.items())
+    yield "versions       " + " · ".join(f"{name} {version}" for name, version in report.versions.items())
+    yield "backends       " + " · ".join(f"{name} {state}" for name, state in report.backends.items())
     for check in report.checks:
-        yield f"{check.name:12} {'off: ' if check.fine is False else ''}{check.text}"
+        yield f"{check.name:14} {'off: ' if check.fine is False else ''}{check.text}"
     yield ""
     yield "private names of torch, by what they are for"
     for feature in report.features:

@@ -4,8 +4,8 @@ It writes the stacks of all threads at a moment that is set in advance, from a t
 interpreter's lock. Whoever sets it cancels what was set before, so two rules keep the script's own use whole:
 
 - it is not set where a thread of that kind may wait already: one that blocks all signals, as the kernel shows it;
-- once it is ours, `faulthandler` holds our file. Where it does not any more, the script has set or cancelled it, and
-  we never touch it again in this process.
+- once it is ours, `faulthandler` alone holds what we have given it as a file. Where that has died, the script has set
+  or cancelled the timer, and we never touch it again in this process.
 
 Frames are read while they change where the process still runs Python at that moment, which may end it by SIGSEGV
 (measured with Python 3.11: within some dumps). So it is set for the end of a job's time alone.
@@ -14,10 +14,11 @@ Frames are read while they change where the process still runs Python at that mo
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,13 @@ _PATIENCE_SECONDS = 1.0
 _NEVER_BLOCKED = 1 << 8 | 1 << 18 | 3 << 31
 
 
+class _Handle:
+    """A file as `faulthandler` is given it: its death tells that the timer is not ours any more."""
+
+    def __init__(self, file: IO[Any]) -> None:
+        self.fileno, self.flush = file.fileno, file.flush
+
+
 class DumpTimer:
     """The timer of this process; may be used from any thread."""
 
@@ -38,6 +46,7 @@ class DumpTimer:
         self._pid = 0
         self._wanted: tuple[float, IO[Any]] | None = None  # moment of the monotonic clock, and file
         self._is_set = False
+        self._handle: Callable[[], _Handle | None] = lambda: None
 
     def set(self, moment: float, file: IO[Any]) -> bool:
         """Have the stacks written to a file at a moment; return whether they will be."""
@@ -55,15 +64,15 @@ class DumpTimer:
 
     def _is_others(self) -> bool:
         """Return whether somebody else uses the timer, or has taken it from us."""
-        if self._is_set and self._wanted is not None:
-            return not _holds(self._wanted[1])
-        return _may_be_set()
+        return self._handle() is None if self._is_set else _may_be_set()
 
     def _arm(self) -> bool:
         assert self._wanted is not None
         moment, file = self._wanted
         try:
-            faulthandler.dump_traceback_later(max(moment - time.monotonic(), 0.01), file=file)
+            handle: Any = _Handle(file)
+            self._handle = weakref.ref(handle)
+            faulthandler.dump_traceback_later(max(moment - time.monotonic(), 0.01), file=handle)
         except Exception:  # noqa: BLE001 - no thread to be had, or a file that somebody has closed
             self._is_set = False
         else:
@@ -110,11 +119,6 @@ TIMER = DumpTimer()
 def _rest_around_forks() -> None:
     """Have forks go by the timer, for ever: a hook of a fork cannot be taken away."""
     os.register_at_fork(before=TIMER.rest, after_in_parent=TIMER.go_on, after_in_child=TIMER.in_child)
-
-
-def _holds(file: IO[Any]) -> bool:
-    """Return whether `faulthandler` holds a file: that of its timer, or of a signal."""
-    return any(one is file for one in gc.get_referents(faulthandler))
 
 
 def _may_be_set() -> bool:

@@ -149,7 +149,7 @@ class Post:
                 files = json.loads(answer.read(_MAX_ANSWER))["files"]
                 return {str(path): Held(int(held["size"]), str(held["digest"])) for path, held in files.items()}
         except urllib.error.HTTPError as error:
-            with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+            with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException), error:
                 error.msg = str(json.loads(error.read(4096))["error"])[:200]
             raise RefusedError(f"{error.code} {error.msg}", for_good=error.code in {409, 410}) from None
         except (http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:

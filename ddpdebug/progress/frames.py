@@ -264,7 +264,9 @@ def _source(frame: Frame) -> str:
     place = next(islice(frame.code.co_positions(), frame.instruction // 2, None), None)
     if place is not None and None not in place and place[0] == place[1] == frame.line:
         source = text.encode("utf-8", "replace")
-        text = source[place[2] : place[3]].decode("utf-8", "replace").strip() or text
+        part = source[place[2] : place[3]].decode("utf-8", "replace").strip()
+        if "(" in part or not text.lstrip().startswith("with "):  # else what it enters, from Python 3.14 on
+            text = part or text
     return text.strip()
 
 

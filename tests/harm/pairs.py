@@ -291,7 +291,7 @@ _NOISE = re.compile(
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
 _OURS_MORE = re.compile(r"^  (where|what|missing|calls|waits|so far|stacks|evidence|over|perhaps|next|      )")
 _FRAME = re.compile(r'^(\[rank\d\]: )?  File "(.*?)"')
-_ADDRESS = re.compile(r"0x[0-9a-f]{4,}|pid[ =:]*\d+|\b\d{4,5}\b")
+_ADDRESS = re.compile(r"0x[0-9a-f]{4,}|pid[ =:]*\d+|\b\d\d-\d\d \d\d:\d\d:\d\d\b|\b\d{4,5}\b")
 
 
 def _errors(text: str, situation: Situation, folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A Postgres of the tests' own: in a folder of its own, on a free port of the loopback, gone with the tests."""
+"""What tests of the hub share: a Postgres of their own, on a free port of the loopback; stores that are closed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from machine import PATIENCE
 
+from ddpdebug.hub.store import Store
+
 
 def _programs() -> Path:
     """Return where Postgres' programs are; Debian keeps them out of the path."""
@@ -25,6 +27,22 @@ def _programs() -> Path:
     if os.environ.get("DDPDEBUG_REQUIRE_POSTGRES") == "1":
         pytest.fail("postgresql is not installed")
     pytest.skip("postgresql is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _stores_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From Python 3.13 on, a database that is collected before it is closed is a warning, in any test after it."""
+    opened: list[Store] = []
+    prepare = Store._prepare
+
+    def recording(store: Store) -> None:
+        opened.append(store)
+        prepare(store)
+
+    monkeypatch.setattr(Store, "_prepare", recording)
+    yield
+    for store in opened:
+        store.close()
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,10 @@ RUN = MadeUp(ended=None, findings=[finding()], metrics_url="http://10.0.0.7:9400
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("hub") / "hub.sqlite")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    opened = Store(tmp_path_factory.mktemp("hub") / "hub.sqlite")
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="module")

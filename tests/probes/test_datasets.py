@@ -370,15 +370,15 @@ def test_an_epoch_that_is_broken_off_is_told_at_the_next() -> None:
     assert set(rank.told[0].items) <= {str(i) for i in range(12)}
 
 
+class Failing(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise ValueError
+        return super().__getitem__(index)
+
+
 def test_a_batch_that_failed_moves_nothing() -> None:
     """What comes behind a batch that raised is not taken for its items."""
-
-    class Failing(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
-            if index == 5:
-                raise ValueError
-            return super().__getitem__(index)
-
     whole = Epochs()
     whole.read(DataLoader(pairs(), 4))
     for workers in (0, 2):

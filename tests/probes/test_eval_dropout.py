@@ -345,7 +345,9 @@ def test_a_profiler_of_the_user_stays_in_place(profiled: cProfile.Profile) -> No
     before = sys.getprofile()
     assert judged(evaluate(Own().eval()))
     assert sys.getprofile() is before
-    assert before is profiled
+    assert before is (profiled if sys.version_info < (3, 12) else None)  # later it is a tool of sys.monitoring
+    own = [entry for entry in profiled.getstats() if getattr(entry.code, "co_name", "") == "evaluate"]
+    assert own, "it has not seen the call"
 
 
 class _Counting(TorchFunctionMode):

@@ -297,8 +297,9 @@ def test_who_does_not_know_the_password_does_not_learn_the_end(start: Callable[.
     (tmp_path / "password").write_text("me:secret\n")
     rank = start("", password=str(tmp_path / "password"))
     rank.end(signal.SIGKILL)
-    with pytest.raises(urllib.error.HTTPError, match="401"):
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
         rank.page()
+    refused.value.close()
 
 
 def test_the_end_is_pushed_where_that_is_asked_for(start: Callable[..., Rank]) -> None:

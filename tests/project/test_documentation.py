@@ -92,6 +92,8 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
     foreign = {"--lr", "--standalone", "--pdb", "--wait", "--max-restarts", "--max-tokens", "--key-file"}
     foreign |= {"--web"}  # of Prometheus
+    foreign |= {"--no-index", "--find-links", "--python-version", "--platform", "--only-binary"}  # of pip
+    foreign |= {"--shm-size", "--ipc"}  # of container engines
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark
     foreign |= {"--cost", "--against"}  # of benchmarks/scrapes.py
     foreign |= {"--worlds", "--finding", "--meeting", "--talk", "--process"}  # of benchmarks/scale.py

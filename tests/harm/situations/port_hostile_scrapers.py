@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 
 import torch
 from _report import batches, listening, report, start, train
@@ -60,6 +61,8 @@ scrapers = [
 losses += train(model, optimizer, batches(150))
 for scraper in scrapers:
     served += int(scraper.stdout.readline())
+# ours are the threads that Python 3.12 and later tells a process of that forks (docs/harm.md)
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 child = os.fork()
 if child == 0:
     train(model, optimizer, batches(10))
