@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 _RUN = Path(__file__).resolve().parent.parent.parent / ".ci" / "run"
-_TARGETS = ("triton", "lint", "test", "test-slow", "detection")
+_TARGETS = ("triton", "lint", "site", "test", "test-slow", "detection")
 
 
 def _ci(folder: Path, *failing: str) -> tuple[int, str]:
