@@ -26,6 +26,7 @@ html_theme = "furo"
 html_title = f"ddpdebug {release}"
 html_extra_path = ["site"]  # the way from the site's root to docs/index.html
 html_copy_source = False
+html_show_search_summary = False  # its excerpts are fetched from the pages, which a browser forbids on a disk
 
 _SECTION = re.compile(r"^## (.+)\n((?:.*\n)*?)(?=^## |\Z)", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\.md\)", re.MULTILINE)

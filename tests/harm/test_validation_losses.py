@@ -41,7 +41,8 @@ for step in range(90):
         model.train()
 print([p.sum().item().hex() for p in model.parameters()], loss.item().hex())
 """
-_OPTIONS = ["--out", "o", "--metrics", "off"]
+#: Every step: what is sampled depends on the time that steps take.
+_OPTIONS = ["--out", "o", "--metrics", "off", "--every-step"]
 _FUNCTIONS = ["--validation-loss", "functions"]
 _JOBS: dict[str, tuple[str, list[str] | None]] = {
     "plain": ("function", None),

@@ -236,7 +236,7 @@ def test_rows_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large table is read in parts, with the same result."""
     table = torch.randn(50, 3)
     whole = fingerprint.rows(table)
-    monkeypatch.setattr(fingerprint, "_CHUNK_WORDS", 8)
+    monkeypatch.setattr(fingerprint, "CHUNK_WORDS", 8)
     assert torch.equal(fingerprint.rows(table), whole)
 
 

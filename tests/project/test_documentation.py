@@ -90,7 +90,19 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
         group = importlib.import_module(f"ddpdebug.commands.{command}").command
         params = [each for one in (group, *getattr(group, "commands", {}).values()) for each in one.params]
         known |= {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
-    foreign = {"--lr", "--standalone", "--pdb", "--wait", "--max-restarts", "--max-tokens", "--key-file"}
+    foreign = {
+        "--lr",
+        "--standalone",
+        "--nnodes",
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
+        "--pdb",
+        "--wait",
+        "--max-restarts",
+        "--max-tokens",
+        "--key-file",
+    }
     foreign |= {"--web"}  # of Prometheus
     foreign |= {"--no-index", "--find-links", "--python-version", "--platform", "--only-binary"}  # of pip
     foreign |= {"--shm-size", "--ipc"}  # of container engines
@@ -100,6 +112,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     foreign |= {"--option", "--tree", "--twice"}  # of tests/harm/pairs.py
     foreign |= {"--held-out", "--reveal"}  # of tests/detection/score.py
     foreign |= {"--write"}  # of tests/slow/sweep.py
+    foreign |= {"--torch", "--python"}  # of tools/compat.py
     for path in TEXTS:
         text = path.read_text(encoding="utf-8")
         if path.name in {"findings.md", "detection.md", "programs.md"}:  # they name the options of other programs

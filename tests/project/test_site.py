@@ -120,9 +120,8 @@ def test_a_real_browser_shows_it_from_the_disk(site: Path, browser: Browser) -> 
             shade = browser.run("getComputedStyle(document.body).backgroundColor")
             assert (max(map(int, re.findall(r"\d+", shade)[:3])) < 64) is dark, shade
     browser.open((site / "search.html").as_uri() + "?q=straggler")
-    wanted = 'ul.search a[href="docs/runbooks/DdpdebugStraggler.html"]'  # the list grows while it is looked at
-    browser.run(
-        f"new Promise(done => {{ const look = () => document.querySelector(`{wanted}`) ? done() : setTimeout(look, 50);"
-        " look() })"
-    )
+    wanted = 'ul.search a[href="docs/runbooks/DdpdebugStraggler.html"]'
+    complete = "document.querySelector('.search-summary')?.textContent.includes('found')"  # the list grows until then
+    browser.run(f"new Promise(done => {{ const look = () => {complete} ? done() : setTimeout(look, 50); look() }})")
+    assert browser.run(f"document.querySelectorAll(`{wanted}`).length") == 1
     assert browser.said == []
