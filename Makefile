@@ -78,19 +78,8 @@ detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the s
 held-out: $(STAMP) ## run the scripts that who writes rules does not read, print totals, write them into docs/detection.md
 	$(PYTHON) tests/detection/score.py --held-out --jobs $$(($(WORKERS) + 1)) --require 0.5 --write docs/detection.md
 
-# trainers of other projects, beside the torch of .venv; without them their programs are skipped, with a line each
-TRAINERS := transformers accelerate peft lightning
-.programs/.tried: $(STAMP)
-	rm -rf .programs
-	$(PYTHON) -m venv --without-pip .programs/venv
-	for site in .programs/venv/lib/python3*/site-packages; do echo "import site; \
-	  site.addsitedir('$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$site/host.pth; done
-	$(PYTHON) -m pip --python .programs/venv/bin/python install --quiet -c constraints.txt $(TRAINERS) \
-	  || echo "$(TRAINERS): not installed, their programs are skipped"
-	touch $@
-
-programs: .programs/.tried ## run programs in the manner of public ones, healthy and with a fault each, write docs/programs.md
-	.programs/venv/bin/python tests/programs/run.py --write docs/programs.md
+programs: $(STAMP) ## run programs in the manner of public ones, healthy and with a fault each, write docs/programs.md
+	$(PYTHON) tests/programs/run.py --write docs/programs.md
 
 compat: $(STAMP) ## a part of the tests and the corpus under other versions of torch (gigabytes), write docs/compatibility.md
 	$(PYTHON) -m tools.compat --write docs/compatibility.md

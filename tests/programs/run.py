@@ -259,7 +259,7 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
         "",
         "Written by `make programs`, which runs the programs of `tests/programs/scripts/`:",
         f"{made} on trainers of published packages (Transformers, PEFT, Accelerate and Lightning, as the registry",
-        f"has them, in an environment of its own), {n['programs'] - made} written anew in the manner of public ones,",
+        f"has them), {n['programs'] - made} written anew in the manner of public ones,",
         "none of them copied: the loop, the calls and their order are those of the program that is named; the model is",
         "small, and the data are made up. Each runs plain and under `ddpdebug run` with default options, as it is and",
         "with faults that people make. Faults are chosen without a look at thresholds, and one that is missed stays.",

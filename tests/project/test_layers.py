@@ -24,7 +24,7 @@ _LAYERS = (
     ("ci", "forensics", "reports"),
     ("instrument", "testing"),
     ("monitor", "pytest_plugin"),
-    ("hub", "preflight"),
+    ("hub", "preflight", "trainers"),
     ("commands",),
     ("__main__",),
 )

@@ -1,0 +1,58 @@
+"""What Lightning calls wherever it makes a Trainer or a Fabric, through the entry points of this package.
+
+In a process that ddpdebug does not watch that does and loads nothing. Where `ddpdebug run` watches a script whose ranks
+Lightning starts as processes of its own, it notes for them what they must know, and they attach as they come here.
+See docs/decisions/038.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+#: Set for the ranks that Lightning starts: who starts them, and what they must know, as JSON.
+LAUNCHED = "DDPDEBUG_LAUNCHED"
+
+
+def trainer_callbacks() -> list[Any]:
+    """Return the callback for a Trainer that is being made, if ddpdebug watches."""
+    if not _come_along():
+        return []
+    from ddpdebug.trainers.lightning import AddedCallback  # noqa: PLC0415 - loads Lightning's callbacks
+
+    return [AddedCallback(launched=LAUNCHED in os.environ and _is_launched())]
+
+
+def fabric_callbacks() -> list[Any]:
+    """Return nothing for a Fabric, which calls back only where the script says so; its ranks are attached to."""
+    _come_along()
+    return []
+
+
+def _come_along() -> bool:
+    """Return whether this process is watched, from now on too; nothing of ours keeps a Trainer from being made."""
+    attach = sys.modules.get("ddpdebug.monitor.attach")
+    try:
+        if attach is None and LAUNCHED in os.environ and _is_launched():
+            from ddpdebug.trainers.launched import join  # noqa: PLC0415 - loads torch and all of ddpdebug
+
+            join(os.environ)
+            return True
+        if attach is None or attach.current() is None:
+            return False
+        from ddpdebug.trainers.launched import invite  # noqa: PLC0415 - it is loaded
+
+        invite(attach.current(), os.environ)
+    except Exception as error:
+        from ddpdebug.isolation.user_code import is_users  # noqa: PLC0415 - hardly ever
+
+        if is_users(error):  # a signal handler's is the job's
+            raise
+        print(f"ddpdebug: could not attach, training runs without it: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _is_launched() -> bool:
+    return os.environ[LAUNCHED].partition(" ")[0] == str(os.getppid()) and "LOCAL_RANK" in os.environ
