@@ -403,7 +403,6 @@ class Recorder:
             run("probe:gradients", self._hook, watch)
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
-        self._shares = state.since.parts[Losses].settle(self._shares)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._averaged else Flag(0))
         record = StepRecord(
@@ -433,7 +432,9 @@ class Recorder:
         for wrapper in watch.wrappers:
             wrapper.pending = None
         record.fields |= self._numbers()
-        state.since.parts[Losses].scale = self._calls.last_loss_scale
+        losses = state.since.parts[Losses]
+        self._shares = losses.settle(self._shares)  # not before: with a closure, the step runs the last backward
+        losses.scale = self._calls.last_loss_scale
         self._bus.emit(events.StepClosed(watch, record))
         self._hand_over(record)
         watch.step += 1

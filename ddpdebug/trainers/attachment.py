@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config.settings import Config
-from ddpdebug.errors import text_of
+from ddpdebug.errors import StopRun, text_of
 from ddpdebug.monitor.attach import current, watch
 from ddpdebug.monitor.monitor import Monitor
 
@@ -45,6 +45,10 @@ class Attachment:
         if current() is None:
             self._own = watch(**self._options)
 
+    def adopt(self) -> None:
+        """Take the monitor that is there for one that was opened here."""
+        self._own = current()
+
     def tell(self, metrics: Mapping[str, Any]) -> None:
         """Tell the validation loss out of what an evaluation has measured, by name."""
         monitor, name = current(), self._val_loss
@@ -68,6 +72,8 @@ class Attachment:
             return
         if error is None:
             monitor.close()
+        elif isinstance(error, StopRun):
+            monitor.close("stopped")
         elif isinstance(error, KeyboardInterrupt):
             monitor.close("interrupted", 130, error)
         else:

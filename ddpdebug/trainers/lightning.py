@@ -75,6 +75,10 @@ class AddedCallback(DebugCallback):
             super().on_validation_end(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the script of a rank that was to stop."""
-        if self._launched and isinstance(exception, StopRun):
+        """Detach a rank that Lightning has started, with the reason; end its script where it was to stop."""
+        if not self._launched:
+            return
+        self._attachment.adopt()
+        self._attachment.close(exception)
+        if isinstance(exception, StopRun):
             raise SystemExit(0) from None

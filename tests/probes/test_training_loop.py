@@ -390,6 +390,36 @@ def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> N
     assert {record.fields["without_grad"] for record in records} == {0}  # before the closure there were none
 
 
+def test_the_last_share_of_a_loss_may_come_in_a_closure() -> None:
+    """The step's loss is the sum of all its shares, of which the optimizer itself has the last one computed."""
+    records: list[Any] = []
+    probes = Probes(Guard(lambda *_: None), records.append, lambda *_: None, lambda *_: True)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes.bus.emit(events.OptimizerBuilt(optimizer))
+    told: list[float] = []
+
+    def closure() -> torch.Tensor:
+        loss = (model(torch.randn(4, 3)) - 1).square().mean()
+        told.append(loss.item())
+        loss = loss / 4
+        probes.bus.emit(events.BackwardBegan([loss]))
+        loss.backward()
+        probes.bus.emit(events.BackwardEnded())
+        return loss
+
+    for _ in range(2):
+        for _ in range(3):
+            closure()
+        probes.bus.emit(events.StepBegan(optimizer, closure=True))
+        optimizer.step(closure)
+        probes.bus.emit(events.StepEnded(optimizer))
+    probes.remove()
+    probes.release()
+    losses = [record.since.parts[Losses].columns(record)["loss"] for record in records]
+    assert losses == pytest.approx([math.fsum(told[:4]) / 4, math.fsum(told[4:]) / 4])
+
+
 @pytest.mark.parametrize(
     ("gradient", "zero"),
     [
