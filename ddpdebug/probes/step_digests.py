@@ -14,7 +14,7 @@ from ddpdebug.probes.loop_calls import Losses, StepCalls
 from ddpdebug.probes.nonfinite_notes import Judgement
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Bus, GradientsFinal, StateRead, StepClosing, StepOpened
+from ddpdebug.probes.training_events import BackwardEnded, Bus, GradientsFinal, StateRead, StepClosing, StepOpened
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
 _FROZEN_EVERY = 16
@@ -192,7 +192,9 @@ class StepDigests:
 
     def __init__(self, bus: Bus, state: StepState, *, want_norms: bool = False) -> None:
         self._bus, self._state = bus, state
+        self._closure: StepOpened | None = None  # a step whose closure has not run a backward yet
         bus.on("probe:parameters", StepOpened, self._parameters_before)
+        bus.on("probe:parameters", BackwardEnded, self._parameters_in_closure)
         bus.on("probe:state", StepOpened, self._state_before)
         bus.on("probe:step-gradients", GradientsFinal, self._gradients)
         bus.on("probe:parameters", StepClosing, self._parameters_after)
@@ -201,16 +203,23 @@ class StepDigests:
         if want_norms:
             bus.on("probe:parameters", StateRead, self._norms)
 
-    @staticmethod
-    def _parameters_before(event: StepOpened) -> None:
+    def _parameters_before(self, event: StepOpened) -> None:
         """Take fingerprints of the parameters that the optimizer is about to change."""
         watch, record = event.watch, event.record
         if not record.checked:
             return
+        self._closure = event if record.flags & Flag.CLOSURE else None
         part = record.parts[ParameterDigests]
         part.before = device.digests(watch.params)
         if watch.after is not None and watch.after_step == watch.step - 1:
             part.previous, part.glances = watch.after, device.glances(watch.params)
+
+    def _parameters_in_closure(self, _: BackwardEnded) -> None:
+        """Take them once more: what a closure's own forward has changed is not the optimizer's doing."""
+        event, self._closure = self._closure, None
+        if event is not None:
+            self._parameters_before(event)
+            self._closure = None
 
     @staticmethod
     def _state_before(event: StepOpened) -> None:
@@ -251,10 +260,10 @@ class StepDigests:
             unsummed=frozenset(i for i in {*summed, *reduced_summed} if not sums.is_summed(id(watch.params[i]))),
         )
 
-    @staticmethod
-    def _parameters_after(event: StepClosing) -> None:
+    def _parameters_after(self, event: StepClosing) -> None:
         """Take fingerprints of the parameters that the step has left behind."""
         watch, record = event.watch, event.record
+        self._closure = None
         if not record.checked:
             return
         glances = device.glances(watch.params)

@@ -260,7 +260,7 @@ class LossExamined(Event):
 class BackwardEnded(Event):
     """A backward returns: gradients have come, and are reduced where DDP reduces them."""
 
-    order = ("probe:device-times", "probe:backward", "probe:recipe", "probe:by-hand")
+    order = ("probe:device-times", "probe:backward", "probe:parameters", "probe:recipe", "probe:by-hand")
 
 
 @dataclass(frozen=True, slots=True)

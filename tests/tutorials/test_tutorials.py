@@ -1,4 +1,4 @@
-"""Each tutorial is followed word for word: its files are written, its commands run, and what it shows is what comes.
+"""Each tutorial, and the page of trainers, is followed word for word: its files are written, its commands run, and what it shows is what comes.
 
 A page has three kinds of blocks: a file behind `<!-- file: train.py -->`, a diff behind `<!-- change: train.py -->`,
 and ```console, whose lines `$ ...` are run in one directory. What is shown below a command must come in that order;
@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = sorted((DOCS / "tutorials").glob("*.md"))
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+PAGES = [*TUTORIALS, DOCS / "trainers.md"]
 
 _BLOCK = re.compile(r"(?:^<!-- (file|change): (\S+) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What differs from one run to the next, and what stands in its place.
@@ -98,8 +99,8 @@ def _said(output: str) -> list[str]:
 @pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_tutorial_is_true(page: Path, tmp_path: Path) -> None:
-    """From nothing to the mended script."""
+def test_the_page_is_true(page: Path, tmp_path: Path) -> None:
+    """From an empty directory to the mended script."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ran = 0
     for block in blocks(page):
@@ -129,7 +130,7 @@ def test_the_tutorial_is_true(page: Path, tmp_path: Path) -> None:
 
 def test_there_is_one_for_each_kind_of_user() -> None:
     """The five of the index."""
-    assert {page.stem for page in PAGES} == {"loss-is-nan", "ranks-diverge", "job-hangs", "cluster", "ci"}
+    assert {page.stem for page in TUTORIALS} == {"loss-is-nan", "ranks-diverge", "job-hangs", "cluster", "ci"}
 
 
 def test_what_does_not_come_is_seen() -> None:
