@@ -56,7 +56,7 @@ there = [(x.to(device), y.to(device)) for x, y in zip(inputs, targets)]
 criterion = nn.CrossEntropyLoss()
 net = Net().to(device)
 torch.manual_seed(100 + rank)
-losses, scales, scaler = [], [], None
+losses, scales, graph = [], [], None
 
 
 def step(model, optimizer, x, y):
@@ -93,6 +93,7 @@ elif kind == "amp":
         scales.append(scaler.get_scale())
     assert min(scales[12:]) < scales[11], "no step was skipped"
 elif kind == "compiled":
+    torch._inductor.config.deterministic = True  # no choice between kernels by their times
     model = torch.compile(net)
     optimizer = made(net)
     for x, y in there:
@@ -157,7 +158,7 @@ found = {
 }
 torch.save(found, f"{result}.{rank}")
 if kind.startswith("ddp"):
-    del model
+    del model, graph  # a graph that holds collectives must go before their group
     if cuda:
         torch.cuda.synchronize()
     dist.destroy_process_group()
