@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat
+.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -83,6 +83,13 @@ programs: $(STAMP) ## run programs in the manner of public ones, healthy and wit
 
 compat: $(STAMP) ## a part of the tests and the corpus under other versions of torch (gigabytes), write docs/compatibility.md
 	$(PYTHON) -m tools.compat --write docs/compatibility.md
+
+# Triton comes with the torch for CUDA; for a torch without it is asked for, and may be missing: the page then says so.
+# A machine without a device is told so before anything is run
+gpu: $(STAMP) ## what needs CUDA, tests and measurements, on a machine with a GPU, write docs/gpu.md
+	@$(PYTHON) -c 'import sys; from tools.gpu import why_not; sys.exit("make gpu: nothing was run: " + why_not() if why_not() else 0)'
+	$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install --quiet -c constraints.txt triton || true
+	$(PYTHON) -m tools.gpu --write docs/gpu.md
 
 bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6

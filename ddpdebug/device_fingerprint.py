@@ -54,7 +54,7 @@ def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
             return torch.empty(0, dtype=torch.int64)
         words = [words_of(tensor) for tensor in tensors]
-        launch = _launch() if words[0].is_cuda else None
+        launch = _launch() if words[0].is_cuda and not _KERNEL.given_up else None
         return by_torch(words) if launch is None else fused(words, launch)
 
 
@@ -66,7 +66,10 @@ def by_torch(words: Sequence[Tensor]) -> Tensor:
 
 def fused(words: Sequence[Tensor], launch: Launch) -> Tensor:
     """Return the same sums by one launch: a copy of what they begin with, to which the kernel adds."""
-    key = (words[0].device, *((flat.data_ptr(), len(flat), flat.itemsize) for flat in words))
+    device = words[0].device
+    # a table is copied on one stream: another one does not wait for that
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, *((flat.data_ptr(), len(flat), flat.itemsize) for flat in words))
     table = _TABLES.get(key)
     if table is None:
         table = _TABLES[key] = table_of(words)
@@ -110,6 +113,21 @@ def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
         chunk_weight = signed((2 * number + 1) * _CHUNK_WEIGHT & MASK) | 1
         total += (part * weights[: len(part)]).sum() * chunk_weight
     return total
+
+
+def give_up_kernel() -> bool:
+    """Go on with operations of torch; return whether the kernel was in use until now."""
+    given_up, _KERNEL.given_up = _KERNEL.given_up, True
+    return not given_up and _launch() is not None
+
+
+class _Kernel:
+    """Whether the kernel has failed: Triton compiles it at its first launch, and for that wants a C compiler."""
+
+    given_up = False
+
+
+_KERNEL = _Kernel()
 
 
 @functools.cache

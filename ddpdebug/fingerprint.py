@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -145,7 +145,7 @@ def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int
     if not _is_dense(tensor) or tensor.nbytes <= max(limit_bytes, 2 * BLOCK_BYTES):
         return fingerprint(tensor), False
     if not tensor.is_cpu:
-        return _sampled_on_device(tensor, limit_bytes), True
+        return _of_sample(_sample_on_device(tensor, limit_bytes), tensor.nbytes), True
     plain = _detached(tensor)
     if not _has_data(plain):
         return NO_DATA, False
@@ -154,6 +154,20 @@ def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int
         for piece in _logical(plain, start, stop):
             digest.update(_memory(piece))
     return digest.intdigest() or NEVER_ZERO, True
+
+
+def sample(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[Tensor, Callable[[Tensor], int], bool] | None:
+    """Return what of a dense tensor `sampled_fingerprint` reads, where it is, for whoever copies it without waiting.
+
+    With it comes what makes the fingerprint of the copy in host memory, and whether it is a sample. None where there is
+    nothing to copy, or more than one block of memory.
+    """
+    if tensor.is_cpu or not _is_dense(tensor) or tensor.numel() == 0 or not _has_data(tensor):
+        return None
+    size = tensor.nbytes
+    if size <= max(limit_bytes, 2 * BLOCK_BYTES):
+        return _detached(tensor).contiguous().reshape(-1), fingerprint, False
+    return _sample_on_device(tensor, limit_bytes), lambda copy: _of_sample(copy, size), True
 
 
 def mixed(values: Tensor) -> Tensor:
@@ -294,10 +308,17 @@ def _blocks(tensor: Tensor, limit_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, start + length
 
 
-def _sampled_on_device(tensor: Tensor, limit_bytes: int) -> int:
-    flat = _detached(tensor).reshape(-1)
-    sample = torch.cat([flat[start:stop] for start, stop in _blocks(flat, limit_bytes)])
-    return combine([fingerprint(sample), flat.nbytes])
+def _sample_on_device(tensor: Tensor, limit_bytes: int) -> Tensor:
+    """Return evenly spaced blocks and the last one, by two operations: each block by itself would be a launch."""
+    flat = _detached(tensor).contiguous().reshape(-1)
+    count, length = max(2, limit_bytes // BLOCK_BYTES), BLOCK_BYTES // flat.itemsize
+    step = (len(flat) - length) // (count - 1)
+    blocks = flat.as_strided((count - 1, length), (step, 1))
+    return torch.cat([blocks.reshape(-1), flat[-length:]])
+
+
+def _of_sample(sample: Tensor, size: int) -> int:
+    return combine([fingerprint(sample), size])
 
 
 # -- words and weights

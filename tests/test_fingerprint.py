@@ -330,8 +330,16 @@ def test_the_sample_on_a_device_covers_the_same_blocks() -> None:
     tensor = torch.ones(100_000)
     changed = tensor.clone()
     changed[-1] = 0
-    values = {fp._sampled_on_device(t, 1 << 14) for t in (tensor, changed, torch.ones(100_001), tensor[::1])}
-    assert len(values) == 3
+    first = tensor.clone()
+    first[0] = 0
+
+    def value(t: torch.Tensor) -> int:
+        return fp._of_sample(fp._sample_on_device(t, 1 << 14), t.nbytes)
+
+    assert len({value(t) for t in (tensor, changed, first, torch.ones(100_001), tensor[::1])}) == 4
+    apart = torch.zeros(200_000)
+    apart[::2] = changed
+    assert value(apart[::2]) == value(changed)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

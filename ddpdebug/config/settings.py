@@ -22,7 +22,7 @@ INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
         *("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "LAUNCHED"),
-        *("REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES", "REQUIRE_TRITON"),
+        *("REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES", "REQUIRE_TRITON", "REQUIRE_GPU"),
     )
 )
 #: Variables that hold tokens, which are no settings either: those are written down.

@@ -20,6 +20,7 @@ from ddpdebug.forensics.replay.tracer import Tracer
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.nested import leaves, mapped, tensors_in
+from ddpdebug.probes.async_copy import arrival
 from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.announcements import TokenChange
 
@@ -291,9 +292,7 @@ def _arrival(device: torch.device) -> Callable[[], bool]:
     """Return what tells, without waiting, whether a device has done what it was given until now."""
     if device.type == "cpu":
         return lambda: True
-    event = torch.Event(device=device)
-    event.record()
-    return event.query
+    return arrival(device).query
 
 
 #: It is asked below this share of the loss's first value, which must have been one of several classes: asking costs

@@ -56,7 +56,7 @@ class Guard:
         self.seconds = 0.0
         self.off: set[str] = set()
         self.quiet = False  # a replay is running: what it does is no part of the training
-        self.capturing: int | None = None  # the thread whose work goes into a CUDA graph: ours must not go along
+        self.capturing = 0  # CUDA graphs: what would run now, in autograd's threads too, would go along or spoil one
         self.own_modes = 0  # dispatch modes of ours that lie on the stack
         self.entries: Any = None  # what runs under it, see `entries.py`
         self._on_trouble = on_trouble
@@ -78,7 +78,7 @@ class Guard:
         """Return `probe(*args, **kwargs)`, or None when the part is off or fails."""
         if part in self.off or (self.quiet and part.startswith("probe:")):
             return None
-        if self.capturing is not None and self.capturing == threading.get_ident() and part != CAPTURES:
+        if self.capturing and part != CAPTURES:
             return None
         if _dispatch_modes() > self.own_modes or _function_modes() or _transforms() is not None:
             if not internals.can_step_aside():

@@ -6,14 +6,17 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ddpdebug import fingerprint
-from ddpdebug.device_fingerprint import device_fingerprints
+from ddpdebug.device_fingerprint import device_fingerprints, give_up_kernel
+from ddpdebug.isolation.user_code import is_users
 
 #: Something that yields numbers when they are needed; calling it may wait for the device, so only off the hot path.
 Later = Callable[[], list[int]]
+LaterOne = Callable[[], int]
 LaterFloats = Callable[[], list[float]]
 
 
@@ -50,9 +53,58 @@ captures = _Captures()
 def _detached_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     host.copy_(tensor, non_blocking=True)
-    event = torch.Event(device=tensor.device)
-    event.record()
-    return host, functools.partial(captures.wait_for, event)
+    return host, functools.partial(captures.wait_for, arrival(tensor.device))
+
+
+def arrival(device: torch.device) -> torch.Event:
+    """Return an event that is reached when a device has done what its current stream was given until now.
+
+    Without the stream torch records it on the current device's, which need not be this one.
+    """
+    event = torch.Event(device=device, enable_timing=False)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+class _Sampled:
+    """The fingerprint of a sample that is on its way; the copy goes once it was read."""
+
+    __slots__ = ("_found", "_waiting")
+
+    def __init__(self, piece: torch.Tensor, finish: Callable[[torch.Tensor], int]) -> None:
+        self._found = 0
+        self._waiting: tuple[Any, ...] | None = (*_detached_copy(piece), finish)
+
+    def __call__(self) -> int:
+        waiting = self._waiting  # two threads may ask: both find the same
+        if waiting is not None:
+            host, wait, finish = waiting
+            wait()
+            self._found, self._waiting = finish(host), None
+        return self._found
+
+
+def sampled(tensor: torch.Tensor, limit: int) -> tuple[LaterOne, bool]:
+    """Return `fingerprint.sampled_fingerprint`, read later where the tensor is on a device.
+
+    What is there and no single block of memory (sparse, nested) is waited for.
+    """
+    found = fingerprint.sample(tensor, limit)
+    if found is None:
+        value, is_sample = fingerprint.sampled_fingerprint(tensor, limit)
+        return lambda: value, is_sample
+    piece, finish, is_sample = found
+    return _Sampled(piece, finish), is_sample
+
+
+def _fingerprinted(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return their fingerprints; where the kernel cannot be compiled or launched, by torch, which gives the same."""
+    try:
+        return device_fingerprints(tensors)
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or is_users(error) or not give_up_kernel():
+            raise
+    return device_fingerprints(tensors)
 
 
 def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
@@ -60,21 +112,29 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
     if all(t is None or t.device.type == "cpu" for t in tensors):
         values = fingerprint.fingerprints([t for t in tensors if t is not None])
         if len(values) != len(tensors):
-            found = iter(values)
-            values = [0 if t is None else next(found) for t in tensors]
+            given = iter(values)
+            values = [0 if t is None else next(given) for t in tensors]
         return lambda: values
-    here = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type == "cpu"}
-    there = {i: t for i, t in enumerate(tensors) if t is not None and t.device.type != "cpu"}
-    near = dict(zip(here, fingerprint.fingerprints(list(here.values())), strict=True))
-    host, wait = _detached_copy(device_fingerprints(list(there.values())))
-    number, places = len(tensors), list(there)
+    found = [0] * len(tensors)
+    copies: list[tuple[list[int], torch.Tensor, Callable[[], None]]] = []
+    for place in {tensor.device for tensor in tensors if tensor is not None}:
+        some = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None and tensor.device == place]
+        if place.type == "cpu":
+            for (i, _), value in zip(some, fingerprint.fingerprints([tensor for _, tensor in some]), strict=True):
+                found[i] = value
+        else:
+            host, wait = _detached_copy(_fingerprinted([tensor for _, tensor in some]))
+            copies.append(([i for i, _ in some], host, wait))
+    return functools.partial(_read, found, copies)  # holds no tensor of the job: it is read late, and kept for longer
 
-    def read() -> list[int]:  # holds no tensor of the job: it is read late, and kept for longer
+
+def _read(found: list[int], copies: Sequence[tuple[list[int], torch.Tensor, Callable[[], None]]]) -> list[int]:
+    values = found[:]
+    for positions, host, wait in copies:
         wait()
-        far = dict(zip(places, (v & fingerprint.MASK or fingerprint.NEVER_ZERO for v in host.tolist()), strict=True))
-        return [near.get(i, far.get(i, 0)) for i in range(number)]
-
-    return read
+        for i, value in zip(positions, host.tolist(), strict=True):
+            values[i] = value & fingerprint.MASK or fingerprint.NEVER_ZERO
+    return values
 
 
 def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
@@ -89,6 +149,16 @@ def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
     """Read zero-dimensional tensors later; each must be a fresh result that nobody changes in place."""
     if not scalars:
         return list
+    places = {s.device for s in scalars}
+    if len(places) > 1:  # layers of one model on several devices
+        split = [[i for i, s in enumerate(scalars) if s.device == place] for place in places]
+        reads = [(positions, numbers([scalars[i] for i in positions])) for positions in split]
+
+        def read_all() -> list[float]:
+            found = {i: value for positions, read in reads for i, value in zip(positions, read(), strict=True)}
+            return [found[i] for i in sorted(found)]
+
+        return read_all
     if scalars[0].device.type == "cpu":
         return lambda: [float(s) for s in scalars]
     alike = all(s.dtype == scalars[0].dtype for s in scalars)  # then a launch each is saved

@@ -192,16 +192,17 @@ class DeviceClock:
         bus.on("probe:device-times", events.StepBegan, self._step_began)
         bus.on("probe:device-times", events.StepEnded, self._step_ended)
         bus.on("probe:device-times", events.StepClosing, self._close)
+        # from the beginning: a graph may be captured before the first step
+        graph, patch = torch.cuda.CUDAGraph, entries_of(guard).patch
+        begins, ends = [(CAPTURES, self._capture_begins)], [(CAPTURES, self._capture_ends)]
+        why = "that nothing of ours goes into a CUDA graph, and nobody asks the device, while one is captured"
+        patch(graph, "capture_begin", why, before=begins, failed=ends)
+        patch(graph, "capture_end", why, after=ends, failed=ends)
 
     def _begin(self) -> None:
         """Record from here on."""
         self._hooks.tell(self._arrived)
         self._state.clock.tell(self._away)
-        graph, patch = torch.cuda.CUDAGraph, entries_of(self._guard).patch
-        begins, ends = [(CAPTURES, self._capture_begins)], [(CAPTURES, self._capture_ends)]
-        why = "that nothing of ours goes into a CUDA graph, and nobody asks the device, while one is captured"
-        patch(graph, "capture_begin", why, before=begins, failed=ends)
-        patch(graph, "capture_end", why, after=ends, failed=ends)
 
     def _stop(self) -> None:
         self._hooks.tell(None)
@@ -212,10 +213,10 @@ class DeviceClock:
             self._device.capture(1)
         captures.change(1)
         self._guard.cut()  # of a step that is captured the end is not seen
-        self._guard.capturing = threading.get_ident()
+        self._guard.capturing += 1
 
     def _capture_ends(self, *_: Any, **__: Any) -> None:
-        self._guard.capturing = None
+        self._guard.capturing = max(0, self._guard.capturing - 1)
         captures.change(-1)
         if self._device is not None:
             self._device.capture(-1)

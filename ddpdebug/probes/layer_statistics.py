@@ -465,7 +465,7 @@ def _std_mean(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _saturated(part: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "softmax":
-        return part.amax(-1) > 1 - _END if part.shape[-1] > 1 else torch.zeros(1)
+        return part.amax(-1) > 1 - _END if part.shape[-1] > 1 else part.new_zeros(1)
     low = -1.0 if kind == "tanh" else 0.0
     return (part > 1 - _END) | (part < low + _END)
 

@@ -131,7 +131,8 @@ class Loaders:
             self._note_wait(waited, number)
         if (stream := self._streams.get(event.iterator)) is not None:
             stream["batches"] += 1
-        values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors_in(event.batch)]
+        tensors = [t for t in tensors_in(event.batch) if t.device.type == "cpu"]  # others would be waited for
+        values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors]
         deliveries = since.parts[Deliveries]
         deliveries.newest = combined(values)
         if not self._whole:

@@ -22,7 +22,15 @@ from ddpdebug.nested import tensors_in
 from ddpdebug.probes.graph_lifetime import LiveGraphs
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BackwardBegan, Bus, FirstForward, ForwardBegan, ForwardEnded, StepClosing
+from ddpdebug.probes.training_events import (
+    BackwardBegan,
+    Bus,
+    FirstForward,
+    ForwardBegan,
+    ForwardEnded,
+    ModuleForwardBegan,
+    StepClosing,
+)
 
 _STATM = "/proc/self/statm"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -220,6 +228,7 @@ class MemoryProbe:
         self._failure: Failure | None = None
         self._begun = False
         bus.on("probe:memory", ForwardBegan, self.inputs)
+        bus.on("probe:memory", ModuleForwardBegan, self._begins)
         bus.on("probe:memory", ForwardEnded, self._forward_ended)
         bus.on("probe:memory", BackwardBegan, self._backward_began)
         bus.on("probe:memory", StepClosing, self._step_closes)
@@ -241,15 +250,19 @@ class MemoryProbe:
         """Note the shapes of a training forward's inputs."""
         if not torch.is_grad_enabled():
             return
-        if not self._begun:
-            self._begun = True
-            self._bus.emit(FirstForward())
+        self._begins()
         tensors = event.tensors()
         shapes = [tensor.shape for tensor in tensors if not tensor.is_nested]  # strided nested ones have no shape
         self.shapes = [list(shape) for shape in shapes[:_MAX_SHAPES]]
         elements = sum(shape.numel() for shape in shapes)
         self.elements = max(self.elements, elements)
         self._state.since.parts[InputSizes].elements += elements
+
+    def _begins(self, _: ModuleForwardBegan | None = None) -> None:
+        """Tell of the first forward with gradients: from then on the device is in use."""
+        if torch.is_grad_enabled() and not self._begun:
+            self._begun = True
+            self._bus.emit(FirstForward())
 
     def _forward_ended(self, event: ForwardEnded) -> None:
         self.graph(event.outputs())

@@ -25,6 +25,7 @@ import torch
 from ddpdebug import fingerprint
 from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, location, user_frame
+from ddpdebug.probes.async_copy import LaterOne
 from ddpdebug.probes.loss_line import scope_at
 from ddpdebug.probes.recorder import Forwards
 from ddpdebug.probes.step_state import StepState
@@ -121,7 +122,7 @@ class RandomDraws:
         self._before: dict[str, _Look] | None = None  # the newest reading, where the loop was followed since then
         self._step = _Step()
         self._streaks: dict[tuple[DrawingPlace, str], _Streak] = {}
-        self._batch: list[int] = []  # digests of what the model was given in the step before
+        self._batch: list[LaterOne] = []  # digests of what the model was given in the step before
         self._held: dict[str, Callable[[], Any]] | None = None  # by name; a call gives None for one that is gone
         self._told = 0
         for event, look in (
@@ -196,11 +197,13 @@ class RandomDraws:
             streak.steps += 1
             streak.numbers.append(drawn[key])
         longest = max((streak.steps for streak in self._streaks.values()), default=0)
-        changed = [len(self._batch) == len(batch) and old != new for old, new in zip(self._batch, batch, strict=False)]
-        self._batch = batch
-        if longest == _FIRST_TOLD * 4**self._told:
+        before, self._batch = self._batch, batch
+        if longest == _FIRST_TOLD * 4**self._told:  # a few times in a run: what is on a device is waited for then
             self._told += 1
-            self._tell(record.step, step, batch, changed)
+            values = [read() for read in batch]
+            pairs = zip(before, values, strict=False)
+            changed = [len(before) == len(batch) and read() != new for read, new in pairs]
+            self._tell(record.step, step, values, changed)
 
     def _read_into(self, step: _Step) -> None:
         ahead, self._step = self._step, step

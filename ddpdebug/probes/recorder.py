@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import contract, gradients, training_events as events
+from ddpdebug.probes.async_copy import LaterOne, sampled as sample_later
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
@@ -53,26 +54,30 @@ class Forwards(Part, key="probe:forward"):
     modes: bytes = b""  # train or eval, of every module
     rng: int = 0  # of the CPU's generator before the first one
     drawn: bool = False  # one of them has drawn from it
-    batch: list[int] = field(default_factory=list)
+    batch: list[LaterOne] = field(default_factory=list)
     sampled: bool = False  # not all bytes of a batch were read
-    output: list[int] = field(default_factory=list)
-    eval_batch: list[int] = field(default_factory=list)
-    eval_output: list[int] = field(default_factory=list)
+    output: list[LaterOne] = field(default_factory=list)
+    eval_batch: list[list[LaterOne]] = field(default_factory=list)
+    eval_output: list[list[LaterOne]] = field(default_factory=list)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
         """Return one digest of each."""
         flags = int(Flag.RNG_USED_IN_FORWARD) if self.drawn else 0
         found = {
             "modes_digest": fingerprint.of_bytes(self.modes) if self.modes else 0,
-            "batch_digest": combined(self.batch),
-            "output_digest": combined(self.output),
+            "batch_digest": combined(_read(self.batch)),
+            "output_digest": combined(_read(self.output)),
             "rng_digest": self.rng,
             "flags": flags | (int(Flag.BATCH_SAMPLED) if self.sampled else 0),
         }
         if len(self.eval_batch) == len(self.eval_output):
-            found["eval_batch_digest"] = combined(self.eval_batch)
-            found["eval_output_digest"] = combined(self.eval_output)
+            found["eval_batch_digest"] = combined([fingerprint.combine(_read(one)) for one in self.eval_batch])
+            found["eval_output_digest"] = combined([fingerprint.combine(_read(one)) for one in self.eval_output])
         return found
+
+    def let_go(self) -> None:
+        """Drop what may still be on its way."""
+        self.batch, self.output, self.eval_batch, self.eval_output = [], [], [], []
 
 
 class Recorder:
@@ -170,7 +175,7 @@ class Recorder:
         self._started.append(0.0)
         if not torch.is_grad_enabled():
             if self._state.checking and not ddp.module.training and len(noted.eval_batch) < _MAX_EVAL_FORWARDS:
-                noted.eval_batch.append(fingerprint.combine(_digests(event.tensors, _BATCH_BYTES)))
+                noted.eval_batch.append(_digests(event.tensors, _BATCH_BYTES))
             return
         location = None if ddp.require_backward_grad_sync else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._models.in_no_sync(ddp), location=location)
@@ -186,20 +191,21 @@ class Recorder:
     def _look_at_batch(self, tensors: Tensors) -> None:
         noted = self._state.since.parts[Forwards]
         given: list[int] = []  # digests as a loader's tensors have them
-        for tensor in tensors():
-            value, sampled = fingerprint.sampled_fingerprint(tensor, _BATCH_BYTES)
-            noted.batch.append(value)
+        found, loaded = tensors(), bool(self._delivered) or Deliveries in self._state.since.parts
+        for tensor in found:
+            later, sampled = sample_later(tensor, _BATCH_BYTES)
+            noted.batch.append(later)
             noted.sampled = noted.sampled or sampled
-            if self._delivered or Deliveries in self._state.since.parts:
+            if loaded and tensor.device.type == "cpu":
                 small = tensor.layout is not torch.strided or tensor.nbytes <= RECORD_BYTES  # the others are read whole
-                given.append(value if small else fingerprint.sampled_fingerprint(tensor, RECORD_BYTES)[0])
-        if given:
+                given.append(later() if small else fingerprint.sampled_fingerprint(tensor, RECORD_BYTES)[0])
+        if found and loaded:
             self._note_record(given)
 
     def _note_record(self, given: list[int]) -> None:
         """Note which batch of a loader a forward is given: an older one where its tensors are not in the newest.
 
-        A tensor that was changed on the way is taken for one of the newest batch.
+        A tensor that was changed on the way, or moved to a device, is taken for one of the newest batch.
         """
         deliveries = self._state.since.parts[Deliveries]
         fresh = deliveries.newest in {deliveries.tensors.get(value) for value in given}
@@ -223,7 +229,7 @@ class Recorder:
         noted = since.parts[Forwards]
         if not torch.is_grad_enabled() or started == 0.0:
             if len(noted.eval_output) < len(noted.eval_batch):
-                noted.eval_output.append(fingerprint.combine(_digests(event.outputs, _OUTPUT_BYTES)))
+                noted.eval_output.append(_digests(event.outputs, _OUTPUT_BYTES))
             return
         if not any(self._started):  # else it is inside of another one
             since.forward_seconds += self._now() - started
@@ -532,5 +538,9 @@ def _without_gradient(watch: OptimizerWatch) -> int:
     return sum(p.requires_grad and p.grad is None for p in watch.params)
 
 
-def _digests(tensors: Tensors, limit: int) -> list[int]:
-    return [fingerprint.sampled_fingerprint(tensor, limit)[0] for tensor in tensors()]
+def _digests(tensors: Tensors, limit: int) -> list[LaterOne]:
+    return [sample_later(tensor, limit)[0] for tensor in tensors()]
+
+
+def _read(digests: Sequence[LaterOne]) -> list[int]:
+    return [read() for read in digests]

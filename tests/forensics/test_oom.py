@@ -27,7 +27,7 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import Failure, MemoryProbe, MemorySample
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
+from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, Tensors
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 
 GIB = 1 << 30
@@ -248,8 +248,9 @@ def test_a_summary_waits_for_its_directory(rank: Rank, tmp_path: Path) -> None:
     assert (tmp_path / "ranks" / "0" / "memory" / "step-0.txt").exists()
 
 
-def test_cuda_tells_before_it_raises(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the observer sees is kept for the summary; after the end it does nothing."""
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_cuda_tells_before_it_raises(rank: Rank, monkeypatch: pytest.MonkeyPatch, wrapped: bool) -> None:
+    """What the observer sees is kept for the summary, with a DDP or without; after the end it does nothing."""
     observers: list[Any] = []
     levels: list[str] = []
     monkeypatch.setattr(oom.internals, "observe_out_of_memory", lambda observer: observers.append(observer) or True)
@@ -257,8 +258,12 @@ def test_cuda_tells_before_it_raises(rank: Rank, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(oom.internals, "memory_snapshot", lambda: {"segments": []})
     mine = reports(rank, None, [])
     mine.level = "light"
-    rank.forward()
-    rank.forward()
+    begins = rank.forward if wrapped else partial(rank.bus.emit, ModuleForwardBegan(nn.Identity(), (), {}))
+    with torch.no_grad():
+        begins()
+    assert observers == []
+    begins()
+    begins()
     (observer,) = observers
     assert levels == ["light"]
     observer(0, 4096, 80 * GIB, GIB)

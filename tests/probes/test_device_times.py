@@ -209,7 +209,7 @@ def test_nothing_is_recorded_or_asked_during_a_capture(rank: Rank, monkeypatch: 
 
 
 def test_what_goes_into_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No probe runs in the thread that captures, no other asks the device, and afterwards all goes on."""
+    """No probe runs, in autograd's threads neither, nobody asks the device, and afterwards all goes on."""
     for name in ("capture_begin", "capture_end"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
     with training() as rank:
@@ -217,8 +217,10 @@ def test_what_goes_into_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
         torch.cuda.CUDAGraph.capture_begin(None)  # type: ignore[arg-type]
         rank.step()
         assert len(rank.records) == number
-        assert rank.guard.run("probe:forward", lambda: 1) is None
         told: list[Any] = []
+        for run in (rank.guard.run, lambda *call: on_thread(rank.guard.run, *call)):
+            assert run("probe:forward", told.append, "ran") is None
+        assert told == []
         asked = SimpleNamespace(query=lambda: told.append("asked") or True)
         waiting = threading.Thread(target=lambda: (async_copy.captures.wait_for(asked), told.append("over")))
         waiting.start()
@@ -239,6 +241,33 @@ def test_nothing_waits_in_the_training_thread(rank: Rank, monkeypatch: pytest.Mo
     asked = rank.stream.asked
     rank.step()
     assert rank.stream.asked == asked
+
+
+def on_thread(call: Any, *args: Any) -> None:
+    """Call in another thread, and wait for its end."""
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    thread.join()
+
+
+def test_a_capture_before_the_first_step_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs may be captured before any optimizer has stepped, and one within another's capture."""
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+    probes = Probes(guard, lambda _: None, lambda *_, **__: None, lambda *_: False)
+    probes.patches.install()
+    try:
+        begin, end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+        ran: list[Any] = []
+        for call in (begin, begin, end):
+            call(None)  # type: ignore[arg-type]
+            ran.append(guard.run("probe:forward", lambda: 1))
+        end(None)  # type: ignore[arg-type]
+        assert (ran, guard.run("probe:forward", lambda: 1)) == ([None, None, None], 1)
+    finally:
+        probes.remove()
+        probes.release()
 
 
 class Batches(Dataset[torch.Tensor]):

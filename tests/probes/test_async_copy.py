@@ -1,0 +1,108 @@
+"""What is read later: on the CPU now, and of a device by a copy that is made by hand here, since there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddpdebug import device_fingerprint, fingerprint
+from ddpdebug.probes import async_copy
+
+
+class Copies:
+    """Stands for the copies to the host: counts them, and lets nobody read one before it has arrived."""
+
+    def __init__(self) -> None:
+        self.made, self.arrived = 0, False
+
+    def make(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Copy now; waiting for it fails until it has arrived."""
+        self.made += 1
+        return tensor.clone(), self.wait
+
+    def wait(self) -> None:
+        """Return once it has arrived."""
+        assert self.arrived, "the training thread waits"
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Copies by hand."""
+    made = Copies()
+    monkeypatch.setattr(async_copy, "_detached_copy", made.make)
+    return made
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have `fingerprint.sample` take tensors of the CPU for a device's."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+    yield
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("elements", [1, 1000, 300_000])
+def test_a_sample_is_read_later(copies: Copies, on_a_device: None, elements: int) -> None:
+    """It is the fingerprint that waiting gives, and the copy goes with the first reading."""
+    tensor = torch.arange(float(elements))
+    expected = fingerprint.sampled_fingerprint(tensor, 1 << 16)
+    later, is_sample = async_copy.sampled(tensor, 1 << 16)
+    copies.arrived = True
+    assert (later(), is_sample) == expected
+    copies.arrived = False
+    assert later() == expected[0]
+    assert copies.made == 1
+
+
+def test_what_is_no_block_of_memory_is_read_now(copies: Copies) -> None:
+    """Sparse tensors, empty ones, and whatever is on the CPU."""
+    for tensor in (torch.eye(4).to_sparse(), torch.empty(0), torch.arange(9.0)):
+        later, _ = async_copy.sampled(tensor, 1 << 16)
+        assert later() == fingerprint.fingerprint(tensor)
+    assert copies.made == 0
+
+
+def test_a_kernel_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton without a compiler raises at the first launch: torch's operations go on from there, and tell the same."""
+    tries = []
+
+    def fused(words: Any, launch: Any) -> torch.Tensor:
+        tries.append(launch)
+        raise RuntimeError("failed to find C compiler")
+
+    monkeypatch.setattr(device_fingerprint, "_launch", lambda: "kernel")
+    monkeypatch.setattr(device_fingerprint, "fused", fused)
+    monkeypatch.setattr(device_fingerprint._KERNEL, "given_up", False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    tensors = [torch.arange(5.0), torch.zeros(3)]
+    expected = device_fingerprint.by_torch([fingerprint.words_of(t) for t in tensors])
+    for _ in range(2):
+        assert torch.equal(async_copy._fingerprinted(tensors), expected)
+    assert tries == ["kernel"]
+
+
+def test_a_memory_that_is_full_gives_no_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the job's, and by torch the same would take more."""
+
+    def full(_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(async_copy, "device_fingerprints", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        async_copy._fingerprinted([torch.zeros(1)])
+    assert not device_fingerprint._KERNEL.given_up
+
+
+def test_tensors_of_several_devices_are_told_in_their_order(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device makes its own copy; what is missing counts 0. Meta tensors stand for a device's."""
+    monkeypatch.setattr(
+        async_copy, "device_fingerprints", lambda some: torch.tensor([len(t) for t in some], dtype=torch.int64)
+    )
+    here, there = torch.ones(2), [torch.empty(n, device="meta") for n in (5, 7)]
+    later = async_copy.digests([there[0], None, here, there[1]])
+    copies.arrived = True
+    assert later() == [5, 0, fingerprint.fingerprint(here), 7]
+    assert copies.made == 1
