@@ -1,4 +1,4 @@
-"""Each tutorial, and the page of trainers, is followed word for word: its files are written, its commands run, and what it shows is what comes.
+"""Tutorials and the page of trainers, followed word for word: files are written, commands run, and this is what comes.
 
 A page has three kinds of blocks: a file behind `<!-- file: train.py -->`, a diff behind `<!-- change: train.py -->`,
 and ```console, whose lines `$ ...` are run in one directory. What is shown below a command must come in that order;
