@@ -55,4 +55,6 @@ def _come_along() -> bool:
 
 
 def _is_launched() -> bool:
-    return os.environ[LAUNCHED].partition(" ")[0] == str(os.getppid()) and "LOCAL_RANK" in os.environ
+    # the first rank is the one that starts the others; it leaves `LOCAL_RANK=0` to whatever else it starts
+    starter = os.environ[LAUNCHED].partition(" ")[0]
+    return starter == str(os.getppid()) and os.environ.get("LOCAL_RANK", "0") != "0"

@@ -161,15 +161,20 @@ def test_lightning_loads_nothing_where_nobody_watches() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "starter, rank, said",
+    [("parent", "1", "could not attach, training runs without it: 'run'"), ("parent", "0", ""), ("another", "1", "")],
+)
 def test_what_fails_keeps_no_trainer_from_being_made(
-    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], starter: str, rank: str, said: str
 ) -> None:
-    """It is said, and training goes on."""
-    monkeypatch.setenv(lightning_plugin.LAUNCHED, f"{os.getppid()} {{}}")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    """It is said, and training goes on; what else a first rank starts, or a process of it, is left alone."""
+    monkeypatch.setenv(lightning_plugin.LAUNCHED, f"{os.getppid() if starter == 'parent' else os.getpid()} {{}}")
+    monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.delitem(sys.modules, "ddpdebug.monitor.attach")
-    assert fit().global_step == 6
-    assert "could not attach, training runs without it" in capsys.readouterr().err
+    assert lightning_plugin.trainer_callbacks() == lightning_plugin.fabric_callbacks() == []
+    err = capsys.readouterr().err
+    assert said in err if said else err == ""
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
