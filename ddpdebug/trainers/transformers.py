@@ -47,7 +47,7 @@ class DebugCallback(TrainerCallback):
             self._attachment.tell(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach; without this event, after an exception, the monitor ends with the process or with a later training."""
+        """Detach; after an exception, without this event, the monitor ends with the process or a later training."""
         if self._metrics and not self._told:
             self._attachment.tell(self._metrics)  # which says that there is none of that name
         self._trains = False

@@ -216,7 +216,7 @@ def test_a_loss_counts_as_the_script_leaves_it() -> None:
         for loss in losses:
             script.forward_of_the_wrapper()
             script.evaluations.look(loss, "by a test")
-            loss *= 2
+            loss.mul_(2)
         script.forward_of_the_wrapper()
         losses[0].zero_()
     assert told(script.train()) == [4.0]

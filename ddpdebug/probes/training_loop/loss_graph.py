@@ -144,7 +144,7 @@ def _below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
 
 
 def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
-    """Return what tells the number of labels that a loss is the sum over, in parts of the number that it is divided by.
+    """Return what tells which part of the labels that a loss is divided by it is the sum over.
 
     None where the loss is something else. On a device both numbers may be there: what is returned may wait for it.
     """
@@ -154,25 +154,22 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
     for _ in range(_MAX_POINTWISE):
         if node is None or node.name() in _CLASSES:
             break
-        if node.name() in _SCALED:
-            other = None if node.next_functions[1][0] is not None else graph.saved_tensor(node, "other")
-            if other is None or other.numel() != 1:
-                return None
-            if other.device.type == "cpu":
-                product *= scaled_by(node) or math.nan
-            elif node.name() == "DivBackward0":
-                there.append(other.detach().reshape(()))
-            else:
-                return None
+        number = scaled_by(node)
+        if number is not None:
+            product *= number
+        elif (number := _divisor_on_device(node)) is not None:
+            there.append(number)
         elif node.name() not in FORM:
             return None
         node = _below(node)
-    if node is None or node.name() not in _CLASSES:
+    if node is None or node.name() not in _CLASSES or graph.saved_number(node, "reduction") != _SUM:
         return None
     count = graph.saved_tensor(node, "total_weight")
-    if count is None or graph.saved_number(node, "reduction") != _SUM:
-        return None
-    if count.device.type == "cpu" and not there:
+    return None if count is None else _quotient(count, product, there)
+
+
+def _quotient(count: torch.Tensor, product: float, there: list[torch.Tensor]) -> Callable[[], float]:
+    if count.device.type == "cpu":
         known = float(count) / product
         return lambda: known
     read = device.numbers([count, *there])
@@ -183,6 +180,15 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
         return number / whole if whole else math.nan
 
     return later
+
+
+def _divisor_on_device(node: Any) -> torch.Tensor | None:
+    if node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
+        return None
+    other = graph.saved_tensor(node, "other")
+    if other is None or other.numel() != 1 or other.device.type == "cpu":
+        return None
+    return other.detach().reshape(())
 
 
 def scaled_by(node: Any) -> float | None:

@@ -191,7 +191,7 @@ class Evaluations:
             self._newest = own, loss.detach()
 
     def _read_newest(self) -> None:
-        """Read the newest loss as the script has left it: what runs in several processes may have scaled it in place."""
+        """Read the newest loss as the script has left it: trainers scale it in place by the number of ranks."""
         newest, self._newest = self._newest, None
         if newest is not None:
             newest[0].add(newest[1])
