@@ -423,7 +423,7 @@ class Monitor:
         self._on_group()
 
     def _close_at_exit(self) -> None:
-        """End with the interpreter, which keeps the exception that ended the script; at a prompt it has ended nothing."""
+        """End with the interpreter, which keeps the exception that ended the script; at a prompt it ended nothing."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if error is None:
             self.close()

@@ -208,18 +208,20 @@ def test_the_mean_of_an_evaluation_goes_out() -> None:
 
 
 def test_a_loss_counts_as_the_script_leaves_it() -> None:
-    """A model's loss that is scaled in place; what is written into it once the next forward has begun is not read."""
+    """Scaled in place; once where module and model return it; not as it is after the next forward."""
     script = evaluating()
     script.train(5)
     losses = [torch.tensor(1.0), torch.tensor(3.0)]
     with torch.no_grad():
         for loss in losses:
             script.forward_of_the_wrapper()
-            script.evaluations.look(loss, "by a test")
+            for source in ("by a loss module", "in the model's output"):
+                script.evaluations.look(loss, source)
             loss.mul_(2)
         script.forward_of_the_wrapper()
         losses[0].zero_()
     assert told(script.train()) == [4.0]
+    assert [fact.batches for fact in script.facts] == [2]
     script.evaluations.release()
 
 

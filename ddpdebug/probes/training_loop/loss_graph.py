@@ -157,8 +157,8 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
         number = scaled_by(node)
         if number is not None:
             product *= number
-        elif (number := _divisor_on_device(node)) is not None:
-            there.append(number)
+        elif (other := _divisor_on_device(node)) is not None:
+            there.append(other)
         elif node.name() not in FORM:
             return None
         node = _below(node)

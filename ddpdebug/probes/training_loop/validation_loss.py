@@ -182,8 +182,10 @@ class Evaluations:
         line = (user_location(), self._loaders.samples)
         if line not in self._losses and len(self._losses) >= _MAX_LINES:
             return
-        self._read_newest()
         own = self._losses.setdefault(line, _Losses(source))
+        if self._newest is not None and self._newest[0] is own and self._newest[1].data_ptr() == loss.data_ptr():
+            return  # a loss module's, which the model returns
+        self._read_newest()
         if loss.untyped_storage().nbytes() > _SMALL:
             own.add(loss)
             return
