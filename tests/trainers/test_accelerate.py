@@ -72,16 +72,8 @@ if __name__ == "__main__":
 """
 _PYTHON, _OPTIONS = [sys.executable], ["run", "--every-step", "--out", "o"]
 _TORCHRUN = [*_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-_LAUNCH = [
-    *_PYTHON,
-    "-m",
-    "accelerate.commands.launch",
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--main_process_port",
-    "0",
-]
+_LAUNCH = [*_PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+_LAUNCH += ["--main_process_port", "0"]  # one that is free
 _WAYS = {
     "plain": [*_TORCHRUN, "train.py"],
     "torchrun": [*_TORCHRUN, "-m", "ddpdebug", *_OPTIONS, "train.py"],

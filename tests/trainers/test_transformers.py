@@ -1,4 +1,4 @@
-"""The Trainer of Transformers, unchanged under `ddpdebug run` and with the callback, against what it logs and leaves."""
+"""The Trainer of Transformers under `ddpdebug run` and with the callback, against what it logs and leaves."""
 
 from __future__ import annotations
 
