@@ -418,9 +418,19 @@ class Monitor:
         self.guard.run("probe:coverage", self._counts.install)
         self.guard.run("memory", self.memory.install, self.config)
         entries = self.probes.entries
-        entries.at_exit("close", self.close)
+        entries.at_exit("close", self._close_at_exit)
         entries.in_child("close:child", self.forked)
         self._on_group()
+
+    def _close_at_exit(self) -> None:
+        """End with the interpreter, which keeps the exception that ended the script; at a prompt it ended nothing."""
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if error is None:
+            self.close()
+        elif isinstance(error, KeyboardInterrupt):
+            self.close("interrupted", 130, error)
+        else:
+            self.close(f"exception: {text_of(error)}", 1, error)
 
     def forked(self) -> None:
         """Detach in a forked child, which is not the rank. Its threads are not here: nothing is joined or freed."""

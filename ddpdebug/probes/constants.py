@@ -143,11 +143,13 @@ def _code_of(module: torch.nn.Module) -> set[str]:
     parts = list(internals.modules(module))
     kinds = {kind for part in parts for kind in type(part).__mro__ if not _is_torchs(kind)}
     waiting: list[Any] = [part.forward for part in parts]
+    functions: set[FunctionType] = set()  # one code may be that of several, as decorators have it
     seen: set[CodeType] = set()
     while waiting:
         function = _unwrapped(waiting.pop())
-        if type(function) is not FunctionType or _is_torchs(function):
+        if type(function) is not FunctionType or function in functions or _is_torchs(function):
             continue
+        functions.add(function)
         codes = [function.__code__]
         waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         while codes:

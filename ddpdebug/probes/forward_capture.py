@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class ForwardCapture:
     buffers_lost: int = 0  # buffers that forward writes and that were too large to copy
     versions: list[tuple[str, Callable[[], Any], int]] = field(default_factory=list)
     called_at: tuple[str, int] | None = None  # file and line of the call
+    caller: tuple[CodeType, Mapping[str, Any]] | None = None  # the function around that line, and its globals
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by the output's position
     gradients_lost: int = 0  # bytes
     partial: bool = False  # an output's gradient lacks what flows through the other outputs
@@ -139,6 +141,7 @@ class ForwardCaptures:
             self._let_go(oldest)
             self.current.remove(oldest)
         kept: dict[int, Kept] = {}
+        frame = user_frame()
         capture = ForwardCapture(
             module=model.ref,
             step=step,
@@ -148,7 +151,8 @@ class ForwardCaptures:
             names=model.names,
             modes=model.modes(),
             number=len(self.current) + self.dropped,
-            called_at=None if (frame := user_frame()) is None else (frame.f_code.co_filename, frame.f_lineno),
+            called_at=None if frame is None else (frame.f_code.co_filename, frame.f_lineno),
+            caller=None if frame is None else (frame.f_code, frame.f_globals),
         )
         capture.kept = list(kept.values())
         self.current.append(capture)

@@ -30,6 +30,8 @@ class Losses(Part, key="probe:losses"):
 
     given: list[Callable[[], float]] = field(default_factory=list)  # one for each micro-batch, unscaled
     divisors: list[float | None] = field(default_factory=list)  # by which the script has divided each at last
+    #: which part of all labels that it was divided by the sum of each is over, where it is one
+    label_shares: list[Callable[[], float] | None] = field(default_factory=list)
     validation: list[Callable[[], float]] = field(default_factory=list)
     seen: bool = False  # the validation losses: nobody has told them
     scale: Callable[[], float] | None = None
@@ -53,6 +55,16 @@ class Losses(Part, key="probe:losses"):
         self.shares = usual if divisor is not None and math.isclose(divisor, usual) and count <= usual else 1
         return usual
 
+    def _add_up(self) -> bool:
+        """Tell whether the losses are sums over labels, each divided by the labels of all of them, or nearly as many.
+
+        A rank's labels may be some more or less than its share of all ranks' labels. What they add up to is then nearer
+        to one loss than to as many as there are.
+        """
+        count = len(self.given)
+        parts = [part() for part in self.label_shares if part is not None]
+        return 1 < count == len(parts) and count**-0.5 < math.fsum(parts) < count**0.5
+
     def columns(self, _: StepRecord) -> dict[str, Any]:
         """Return the loss of the step, and the scale."""
         found: dict[str, Any] = {"flags": int(Flag.VAL_LOSS_SEEN) if self.seen else 0}
@@ -60,7 +72,7 @@ class Losses(Part, key="probe:losses"):
             found["loss_scale"] = self.scale()
         if losses := [read() for read in self.given]:
             whole = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
-            found["loss"] = whole / len(losses) * self.shares
+            found["loss"] = whole if self._add_up() else whole / len(losses) * self.shares
             found["flags"] |= 0 if math.isfinite(found["loss"]) else int(Flag.LOSS_NONFINITE)
             if not self.told and self.factor is not None and self.factor() == 0:  # backward's tells no more than that
                 found["loss"] = math.nan

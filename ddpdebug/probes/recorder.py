@@ -33,7 +33,7 @@ from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
-from ddpdebug.probes.training_loop.loss_graph import divisor
+from ddpdebug.probes.training_loop.loss_graph import divisor, share
 from ddpdebug.probes.values import loss_reader, rng_digest
 from ddpdebug.schema.announcements import Announce
 from ddpdebug.schema.row import Flag
@@ -260,6 +260,7 @@ class Recorder:
             losses.given.append(read)
             losses.factor = losses.factor if scale is None else self._calls.last_loss_scale
             losses.divisors.append(self._guard.run("probe:losses", divisor, roots[0], by_scaler=scale is not None))
+            losses.label_shares.append(self._guard.run("probe:losses", share, roots[0], by_scaler=scale is not None))
             self._bus.emit(events.LossGiven(roots[0], read))
         self._started[-1] = self._now()
 

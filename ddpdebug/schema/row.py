@@ -108,7 +108,7 @@ class Row(NamedTuple):
     buffers_digest: Digest = Digest(0)  # right after DDP's broadcast at the start of forward
     replicas_digest: Digest = Digest(0)  # watched copies outside DDP (EMA, teacher)
     # numbers
-    loss: float = float("nan")  # mean over the micro-batches, unscaled; their sum where each is divided by their number
+    loss: float = float("nan")  # mean over the micro-batches, unscaled; their sum where each is only a part
     lr: float = float("nan")  # of the first group
     loss_scale: float = float("nan")
     local_grad_norm: float = float("nan")  # 2-norm before the reduction, without the loss scale

@@ -35,6 +35,10 @@ class Attachment:
         self._own: Monitor | None = None
         self._missed = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the trainer has; the monitor stays here."""
+        return {**vars(self), "_own": None}
+
     @property
     def monitor(self) -> Monitor | None:
         """The monitor of this process, as long as it is open."""

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -49,7 +50,8 @@ class Loss:
         def tell(found: dict[str, Any]) -> None:
             self._case.node = found["node"]
             at = self._case.called_at
-            self._case.place = place_of(frame, found["nodes"], found["index"], [self._case.model], at)
+            models, caller = [self._case.model], self._case.caller
+            self._case.place = place_of(frame, found["nodes"], found["index"], models, at, caller)
 
         found = explain_loss(self._value, capture.after)
         if found is not None:
@@ -68,6 +70,7 @@ class Case:
         self.place: Place | None = None
         self.node = ""
         self.called_at: tuple[str, int] | None = None
+        self.caller: tuple[CodeType, dict[str, Any]] | None = None
 
     def run(self) -> torch.Tensor:
         x = torch.randn(5, 4)
@@ -192,6 +195,35 @@ def partly_bound(case: Case) -> None:
     loss.backward()
 
 
+def in_a_loop(case: Case) -> None:
+    """Sample by sample; what comes after the loop divides as well."""
+    output, total, empty = case.run(), torch.zeros(()), torch.zeros((), dtype=torch.long)
+    for number, row in enumerate(output):
+        count = empty if number == 3 else len(row)
+        total = total + row.exp().sum() / count  # one that is empty
+    total = total / len(output)
+    loss = Loss(total, case)
+    loss.backward()
+
+
+def in_a_trainers_step(case: Case) -> None:
+    """The loss is returned to a trainer, which calls backward; the user's code only calls the trainer."""
+    trainer: dict[str, Any] = {"Loss": Loss}
+    exec(compile("def train(step, case): Loss(step() / 2, case).backward()", "<a trainer's>", "exec"), trainer)
+
+    def compute_loss() -> torch.Tensor:
+        before = torch.ones(3).log()
+        frame = sys._getframe()
+        case.called_at, case.caller = (frame.f_code.co_filename, frame.f_lineno), (frame.f_code, frame.f_globals)
+        kept = case.run().sum(1) * 0
+        total = kept.log().sum()  # log of nothing
+        return total + before.sum()
+
+    unlike = torch.ones(3).log()
+    trainer["train"](compute_loss, case)
+    assert unlike.sum() == 0
+
+
 @pytest.mark.parametrize(
     ("make", "node", "line"),
     [
@@ -203,6 +235,8 @@ def partly_bound(case: Case) -> None:
         (bad_gradient, "SqrtBackward0", "root of zero"),
         (own_function, "StraightBackward", "own function"),
         (partly_bound, "LogBackward0", "log of entropy"),
+        (in_a_loop, "DivBackward0", "one that is empty"),
+        (in_a_trainers_step, "LogBackward0", "log of nothing"),
     ],
 )
 def test_line(make: Callable[[Case], None], node: str, line: str) -> None:

@@ -252,3 +252,32 @@ def test_numbers_that_a_forward_reads_and_others_set_are_told_with_the_step_of_t
         "slope": (2.0, 3.0, 11, 1),
         "drop.p": (0.1, 0.4, 11, 1),
     }
+
+
+class _OfDecorators(nn.Module):
+    """Its forward leads to a function that refers to itself, and to a second one of the same code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(2)
+        self.other = torch.ones(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _twice(self, _again(x))
+
+
+def _calling(function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        return function(*args) if args else call
+
+    return call
+
+
+_again = _calling(lambda x: x)
+_twice = _calling(lambda module, x: x * module.table)
+
+
+@pytest.mark.timeout(60)
+def test_functions_that_refer_to_themselves_come_to_an_end() -> None:
+    """A closure in a circle is read once; of two functions with one code both are."""
+    assert set(told(_OfDecorators(), 12)) == {"table"}

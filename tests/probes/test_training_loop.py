@@ -46,7 +46,15 @@ from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.threads import Threads
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
-from ddpdebug.probes.training_loop.loss_graph import divisor, facts, is_mean, soft_target_input, softmax_of_one, terms
+from ddpdebug.probes.training_loop.loss_graph import (
+    divisor,
+    facts,
+    is_mean,
+    share,
+    soft_target_input,
+    softmax_of_one,
+    terms,
+)
 from ddpdebug.probes.training_loop.modes import Modes
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, unregistered
 from ddpdebug.probes.training_loop.rollouts import Rollouts
@@ -231,6 +239,45 @@ def test_the_number_that_a_loss_is_divided_by() -> None:
     assert divisor(loss / 4 * scale, by_scaler=True) == divisor(scale * (loss / 4), by_scaler=True) == 4.0
     others = (loss, loss + 1, loss / x.sum(), loss * 0, x.detach().requires_grad_())
     assert [divisor(one, by_scaler=False) for one in others] == [1.0] * 5
+
+
+def test_the_share_of_the_labels_that_a_loss_is_the_sum_over() -> None:
+    """By all numbers that it is divided by, and without labels that are ignored; nothing for a mean or another loss."""
+    x, y = torch.randn(6, 5, requires_grad=True), torch.tensor([1, 2, -100, 3, -100, 0])
+    total, scale = functional.cross_entropy(x, y, reduction="sum"), torch.tensor(1024.0)
+    loss = total / torch.tensor(16)
+    shares = [share(one, by_scaler=False) for one in (loss, 2 * loss, total)]
+    assert [one() for one in shares if one is not None] == [0.25, 0.5, 4.0]
+    scaled = share(loss * scale, by_scaler=True)
+    assert scaled is not None
+    assert scaled() == 0.25
+    others = functional.cross_entropy(x, y) / 16, total / x.sum(), x.square().sum() / 16, x.detach().requires_grad_()
+    assert [share(one, by_scaler=False) for one in others] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "shares, step",
+    [
+        ([0.5, 0.5], 3.0),
+        ([0.7, 0.1], 3.0),  # another rank has more labels
+        ([1.0, 1.0], 1.5),  # each is divided by its own labels
+        ([128.0, 128.0], 1.5),  # sums that nothing divides
+        ([0.5, None], 1.5),
+        ([0.01, 0.01], 1.5),
+        ([], 1.5),
+    ],
+)
+def test_losses_that_are_divided_by_the_labels_of_all_micro_batches_add_up(
+    shares: list[float | None], step: float
+) -> None:
+    """As trainers do that count tokens; a window that was cut short is one of its own."""
+    part = Losses(
+        given=[lambda: 1.0, lambda: 2.0],
+        divisors=[7.0, 7.0],
+        label_shares=[None if one is None else (lambda one=one: one) for one in shares],
+    )
+    record = StepRecord(optimizer=0, step=0, flags=Flag(0), since=SinceLastStep())
+    assert part.columns(record)["loss"] == step
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,24 @@ def test_the_mean_of_an_evaluation_goes_out() -> None:
     assert "test_validation_loss.py:" in fact.location
 
 
+def test_a_loss_counts_as_the_script_leaves_it() -> None:
+    """Scaled in place; once where module and model return it; not as it is after the next forward."""
+    script = evaluating()
+    script.train(5)
+    losses = [torch.tensor(1.0), torch.tensor(3.0)]
+    with torch.no_grad():
+        for loss in losses:
+            script.forward_of_the_wrapper()
+            for source in ("by a loss module", "in the model's output"):
+                script.evaluations.look(loss, source)
+            loss.mul_(2)
+        script.forward_of_the_wrapper()
+        losses[0].zero_()
+    assert told(script.train()) == [4.0]
+    assert [fact.batches for fact in script.facts] == [2]
+    script.evaluations.release()
+
+
 def test_what_comes_at_every_step_is_no_evaluation() -> None:
     """A teacher, a target or a number for the log; but many batches at every step are one."""
     script = evaluating()

@@ -104,6 +104,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
         "--key-file",
     }
     foreign |= {"--web"}  # of Prometheus
+    foreign |= {"--multi", "--num"}  # of `accelerate launch`: --multi_gpu, --num_processes
     foreign |= {"--no-index", "--find-links", "--python-version", "--platform", "--only-binary"}  # of pip
     foreign |= {"--shm-size", "--ipc"}  # of container engines
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark

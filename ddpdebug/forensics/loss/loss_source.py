@@ -8,9 +8,9 @@ nodes fit one line only; where several fit equally well, all of them are named a
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from ddpdebug.forensics.loss.loss_graph import kind_of
@@ -45,6 +45,7 @@ def place_of(
     bad: int,
     models: Collection[object],
     called_at: tuple[str, int] | None,
+    caller: tuple[CodeType, Mapping[str, Any]] | None = None,
 ) -> Place | None:
     """Return where the operation behind a node of the loss's graph stands, as far as the source shows it.
 
@@ -54,10 +55,11 @@ def place_of(
         bad: the position of the node.
         models: objects whose call begins the loss expression: the model, and its wrapper.
         called_at: file and line of the model's call.
+        caller: the function around that line, and its globals: it may have returned, to a trainer that calls backward.
     """
     start = max(0, bad - _MAX_NODES)
     window = [kind_of(name).lower() for name in kinds[start : bad + _MAX_NODES]]
-    written = _written(frame, models, called_at)
+    written = _returned(frame, models, called_at, caller) or _written(frame, models, called_at)
     fitting, matched = best_fits([entry.kinds for entry in written], window, bad - start)
     lines = list(dict.fromkeys(location(*written[i].place) for i in fitting))
     if not lines:
@@ -109,6 +111,36 @@ def _written(frame: FrameType | None, models: Collection[object], called_at: tup
         reader.frame(frame.f_code, frame.f_globals, local_values(frame), scope, (first, last))
         return reader.found
     return []
+
+
+def _returned(
+    frame: FrameType | None,
+    models: Collection[object],
+    called_at: tuple[str, int] | None,
+    caller: tuple[CodeType, Mapping[str, Any]] | None,
+) -> list[Written]:
+    """Return the operations of the function that has called the model, from there to its end.
+
+    Nothing where it still runs, or where the user's own code calls backward.
+    """
+    if frame is None or caller is None or called_at is None:
+        return []
+    own = function_tree(frame.f_code)
+    if own is None or backward_call(own, frame.f_lineno) is not None:
+        return []
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code is caller[0]:
+            return []
+        above = above.f_back
+    tree = function_tree(caller[0])
+    if tree is None:
+        return []
+    code, names = caller
+    scope = scope_at(tree, called_at[1])
+    reader = Reader(models)
+    reader.frame(code, names, {}, scope, (called_at[1], getattr(scope, "end_lineno", None) or called_at[1]))
+    return reader.found
 
 
 def _loop_start(scope: ast.AST, line: int) -> int:

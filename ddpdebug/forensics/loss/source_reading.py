@@ -25,6 +25,7 @@ from ddpdebug.isolation.user_code import is_user_file, is_users
 _MAX_DEPTH = 6
 _MAX_FOUND = 1000
 _MAX_READS = 200
+_ROUNDS = 8  # of a loop
 _MAX_LINES = 20_000
 _MACHINERY = ("/torch/overrides.py", "/torch/_jit_internal.py")
 _UNKNOWN = object()
@@ -164,8 +165,13 @@ class Reader:
             for head in _heads(node):
                 if lines is None or head.lineno >= lines[0]:  # type: ignore[attr-defined]  # an expression
                     self._visit(head, context)
+            start, known = len(self.found), self.found
             for part in parts:
                 self._statements(part, context, lines)
+            whole = lines is None or last < lines[1]  # else it is the loop of the training
+            if whole and isinstance(node, ast.For | ast.While) and self.found is known:
+                more = self.found[start:] * (_ROUNDS - 1)
+                self.found += more if 2 * len(more) < _MAX_FOUND else ()
 
     def _visit(self, node: ast.AST, context: Context) -> None:
         if len(self.found) >= _MAX_FOUND:
@@ -201,7 +207,7 @@ class Reader:
             self._visit(child, context)
         target = self._resolve(node.func, context)
         if id(target) in self._models:
-            self.found.clear()  # what came before belongs to the model's graph
+            self.found = []  # what came before belongs to the model's graph
             return
         if isinstance(target, ast.FunctionDef):
             values = self._arguments(node, context)

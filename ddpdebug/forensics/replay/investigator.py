@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -146,25 +147,29 @@ class Investigator:
         if not captures or not captures[-1].ended:
             return
         capture = captures[-1]
-        model, called_at = capture.module, capture.called_at
+        model, called = capture.module, (capture.called_at, capture.caller)
         if event.finite:
 
             def tell(found: dict[str, Any]) -> None:  # belongs to the graph, which may live long: holds no input
-                looks.loss_backward = LossBackward(**self._placed(found, model(), called_at))
+                looks.loss_backward = LossBackward(**self._placed(found, model(), *called))
 
             watch_backward(loss, capture.after, self._guard, tell)
         elif looks.loss is not None and (found := explain_loss(loss, capture.after)) is not None:
-            looks.loss = replace(looks.loss, **self._placed(found, model(), called_at))
+            looks.loss = replace(looks.loss, **self._placed(found, model(), *called))
 
     def _placed(
-        self, found: dict[str, Any], module: torch.nn.Module | None, at: tuple[str, int] | None
+        self,
+        found: dict[str, Any],
+        module: torch.nn.Module | None,
+        at: tuple[str, int] | None,
+        caller: tuple[CodeType, Mapping[str, Any]] | None,
     ) -> dict[str, Any]:
         """Add the line of an operation of the loss expression, as far as the source shows it."""
         frame, kinds, index = user_frame(), found.pop("nodes"), found.pop("index")
-        key = (None if frame is None else (frame.f_code, frame.f_lineno), tuple(kinds), index)
+        key = (None if frame is None else (frame.f_code, frame.f_lineno), at, tuple(kinds), index)
         if key not in self._places and len(self._places) < _MAX_PLACES:
             models = [m for m in (module, *(w.ref() for w in self._state.wrappers)) if m is not None]
-            place = self._guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at)
+            place = self._guard.run("forensics:loss_source", place_of, frame, kinds, index, models, at, caller)
             self._places[key] = place.fields() if place is not None else {}
         operands = tuple(found.pop("operands"))
         return {"operation": found.pop("node"), **found, "operands": operands, **self._places.get(key, {})}

@@ -7,18 +7,19 @@ the first backward passes and in checked steps. Labels are read where they are i
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from ddpdebug.probes import async_copy as device
 from ddpdebug.schema.announcements import LossBroadcast, LossInput, SoftmaxOfOne, TargetRange
 from ddpdebug.torch_internals import graph, is_sink
 
 _MAX_NODES = 64
 _MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
-_MEAN = 1
+_MEAN, _SUM = 1, 2
 #: Nodes that change the form of their input and not its meaning.
 FORM = frozenset(
     f"{name}Backward{i}"
@@ -115,18 +116,14 @@ def _below_form(node: Any) -> Any:
 
 def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
     """Return the number that a loss was divided by at last, 1 where there is none; not by GradScaler."""
-    node = root.grad_fn
-    if by_scaler and node is not None and node.name() in _SCALED:
-        node = next((below for below, _ in node.next_functions if below is not None), None)
+    node = _below_scaler(root, by_scaler=by_scaler)
     number = None if node is None else scaled_by(node)
     return 1.0 if number is None else number
 
 
 def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[float, bool]:
     """Return the product of the numbers that divide a loss at last, and whether these are all up to the term."""
-    node, product = root.grad_fn, 1.0
-    if by_scaler and node is not None and node.name() in _SCALED:
-        node = next((below for below, _ in node.next_functions if below is not None), None)
+    node, product = _below_scaler(root, by_scaler=by_scaler), 1.0
     for _ in range(_MAX_POINTWISE):
         if node is None or node is term.node:
             break
@@ -136,6 +133,62 @@ def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[floa
         product *= 1.0 if number is None else number
         node = node.next_functions[0][0]
     return product, node is term.node
+
+
+def _below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
+    """Return the last node of a loss, without what GradScaler multiplied it with."""
+    node = root.grad_fn
+    if by_scaler and node is not None and node.name() in _SCALED:
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    return node
+
+
+def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
+    """Return what tells which part of the labels that a loss is divided by it is the sum over.
+
+    None where the loss is something else. On a device both numbers may be there: what is returned may wait for it.
+    """
+    node, product, there = _below_scaler(root, by_scaler=by_scaler), 1.0, []
+    if node is not None and is_sink(node):
+        node = _below(node, root.output_nr) if node is root.grad_fn else None
+    for _ in range(_MAX_POINTWISE):
+        if node is None or node.name() in _CLASSES:
+            break
+        number = scaled_by(node)
+        if number is not None:
+            product *= number
+        elif (other := _divisor_on_device(node)) is not None:
+            there.append(other)
+        elif node.name() not in FORM:
+            return None
+        node = _below(node)
+    if node is None or node.name() not in _CLASSES or graph.saved_number(node, "reduction") != _SUM:
+        return None
+    count = graph.saved_tensor(node, "total_weight")
+    return None if count is None else _quotient(count, product, there)
+
+
+def _quotient(count: torch.Tensor, product: float, there: list[torch.Tensor]) -> Callable[[], float]:
+    if count.device.type == "cpu":
+        known = float(count) / product
+        return lambda: known
+    read = device.numbers([count, *there])
+
+    def later() -> float:
+        number, *divisors = read()
+        whole = product * math.prod(divisors)
+        return number / whole if whole else math.nan
+
+    return later
+
+
+def _divisor_on_device(node: Any) -> torch.Tensor | None:
+    if node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
+        return None
+    other = graph.saved_tensor(node, "other")
+    if other is None or other.numel() != 1 or other.device.type == "cpu":
+        return None
+    return other.detach().reshape(())
 
 
 def scaled_by(node: Any) -> float | None:

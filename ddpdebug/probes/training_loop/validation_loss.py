@@ -40,6 +40,8 @@ _LEFT_OUT = 2
 _MAX_LINES = 16
 _MAX_CHOICES = 3  # as many as are announced
 _OUTPUT = "in the model's output"
+#: A loss in so much memory is waited with: the script may scale it in place.
+_SMALL = 4096
 
 #: The line that called the loss function, and the number of samples of the loader that was begun last.
 _Line = tuple[str | None, int | None]
@@ -105,6 +107,7 @@ class Evaluations:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._forwards = self._evaluated = 0  # of models in eval mode since the last step; the step of the last one
         self._losses: dict[_Line, _Losses] = {}
+        self._newest: tuple[_Losses, torch.Tensor] | None = None
         self._last: dict[_Line, int] = {}
         self._followed: _Line | None = None
         self._choices = self._left_out = 0
@@ -130,6 +133,7 @@ class Evaluations:
 
     def _forward(self, event: ForwardBegan) -> None:
         """Look at a DDP forward that begins: one with gradients ends an evaluation."""
+        self._read_newest()
         if torch.is_grad_enabled():
             self.release()
         elif not self._hook.is_on and not internals.unwrap_compiled(event.ddp.module).training:
@@ -137,6 +141,7 @@ class Evaluations:
 
     def _train(self, _: ModuleForwardBegan) -> None:
         """Look at the forward of a model without DDP that begins."""
+        self._read_newest()
         if torch.is_grad_enabled():
             self.release()
 
@@ -177,7 +182,21 @@ class Evaluations:
         line = (user_location(), self._loaders.samples)
         if line not in self._losses and len(self._losses) >= _MAX_LINES:
             return
-        self._losses.setdefault(line, _Losses(source)).add(loss)
+        own = self._losses.setdefault(line, _Losses(source))
+        if self._newest is not None and self._newest[0] is own and self._newest[1].data_ptr() == loss.data_ptr():
+            return  # a loss module's, which the model returns
+        self._read_newest()
+        if loss.untyped_storage().nbytes() > _SMALL:
+            own.add(loss)
+            return
+        with internals.aside(), torch.no_grad():
+            self._newest = own, loss.detach()
+
+    def _read_newest(self) -> None:
+        """Read the newest loss as the script has left it: trainers scale it in place by the number of ranks."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest[0].add(newest[1])
 
     def end(self, _: StepBegan) -> None:
         """An optimizer is about to step: what was computed before is an evaluation, or is not."""
@@ -186,6 +205,7 @@ class Evaluations:
             if not self._begun:
                 self._trained_on = self._loaders.samples
             self._begun = True
+        self._read_newest()
         self._train_mode.end()
         self._count()
         if not self._losses:
