@@ -1,6 +1,6 @@
 """Runs a fixed part of the tests and of the corpus of faults under other versions of torch; writes a page of what held.
 
-    python -m tools.compat [--torch 2.12.0 ...] [--python python3.13] [--write docs/compatibility.md]
+    python -m tools.compat [--torch 2.8.0 ...] [--python python3.13] [--write docs/compatibility.md]
 
 Each pair of an interpreter and a torch gets an environment of its own in `.compat/`: gigabytes, so that this is no part
 of CI. What a pair showed is kept in `tools/compat.json`; the page is made of that, so that pairs that are not run now
@@ -25,7 +25,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _RECORD = _ROOT / "tools" / "compat.json"
 #: The first is the lower bound in pyproject.toml, the second what constraints.txt has.
-TORCHES = ("2.12.0", "2.13.0", "2.15.0")
+TORCHES = ("2.8.0", "2.13.0", "2.15.0")
 REFERENCE = TORCHES[1]
 TESTS = ("tests/torch_internals", "tests/exchange", "tests/isolation", "tests/probes", "tests/test_fingerprint.py")
 #: Scripts of the corpus: faults of every family, those of a slow rank aside, whose step is a matter of time.
@@ -79,6 +79,7 @@ def _printed(*words: str, check: bool = True, **env: str) -> str:
 def record(inside: Path) -> Row:
     """Run the tests and the slice of the corpus with an interpreter; return what they showed."""
     python = str(inside)
+    about = _about(python)  # with the commit: nothing must change while it runs
     with tempfile.TemporaryDirectory() as folder:
         junit, found = Path(folder) / "junit.xml", Path(folder) / "found.json"
         words = ["-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-m", "not slow"]
@@ -90,7 +91,7 @@ def record(inside: Path) -> Row:
         words = ["--jobs", "2", "--require", "0", "--only", ",".join((*FAULTS, *HEALTHY)), "--json", str(found)]
         # what is sampled depends on the time that steps take
         print(_printed(python, "tests/detection/score.py", *words, DDPDEBUG_EVERY_STEP="1", OMP_NUM_THREADS="1"))
-        return {**_about(python), **tests_of(junit.read_text()), "runs": json.loads(found.read_text())}
+        return {**about, **tests_of(junit.read_text()), "runs": json.loads(found.read_text())}
 
 
 def _about(python: str) -> Row:

@@ -73,6 +73,7 @@ from ddpdebug.torch_internals.names import (
     RUN_BACKWARD as RUN_BACKWARD,
     UPDATE_DEFAULT_GROUP as UPDATE_DEFAULT_GROUP,
     MissingError as MissingError,
+    SavedTensor as SavedTensor,
     as_plain as as_plain,
     as_users as as_users,
     inherits,
@@ -214,6 +215,12 @@ def _size(told: bytes) -> int:
     return size
 
 
+def _keep_for_ever(*things: object) -> None:
+    """Keep objects alive beyond the end of the interpreter."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 class Words:
     """What the ranks of a group that go leave in its store for the others, whose gathers are about to fail."""
 
@@ -268,11 +275,15 @@ class GlooGroup:
         outs = [torch.empty_like(own) for _ in range(self._world)]
         options = names.AllgatherOptions()
         options.timeout = self._timeout
-        self._wait(group.allgather([outs], [own], options))
+        self._wait(group.allgather([outs], [own], options), own, *outs)
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
 
-    def _wait(self, work: Any) -> None:
-        """Wait in slices: a wait that is too short says so without ending what it waits for."""
+    def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
+        """Wait in slices: a wait that is too short says so without ending what it waits for.
+
+        Where torch's `abort` ends nothing (2.8), a thread of torch's has the tensors until the silent rank is gone. It
+        may be while the interpreter ends, and a thread that then lets go of a Python object takes the process along.
+        """
         started, self._waits = time.monotonic(), True
         while self._waits:
             try:
@@ -285,6 +296,7 @@ class GlooGroup:
                 # who is silent may be so for long after `close`; and a thread that comes back from `wait` while the
                 # interpreter ends takes the process with it
                 elif self._group is None or time.monotonic() - started > self._timeout.total_seconds():
+                    _keep_for_ever(*tensors)
                     raise
                 else:
                     self._unanswered(time.monotonic() - started)
@@ -298,7 +310,7 @@ class GlooGroup:
         outs = [torch.empty_like(own) for _ in range(self._world)] if leads else []
         options = names.GatherOptions()
         options.rootRank, options.timeout = 0, self._timeout
-        self._wait(group.gather([outs] if leads else [], [own], options))
+        self._wait(group.gather([outs] if leads else [], [own], options), own, *outs)
         if not leads:
             return None
         return [ctypes.string_at(out.data_ptr(), size) for out, size in zip(outs, sizes, strict=True)]
@@ -312,7 +324,7 @@ class GlooGroup:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         options = names.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        self._wait(self._alive().broadcast([tensor], options))
+        self._wait(self._alive().broadcast([tensor], options), tensor)
         return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
     def _alive(self) -> Any:
@@ -325,7 +337,7 @@ class GlooGroup:
         group, self._group = self._group, None
         if group is not None:
             if self._waits:  # its destructor would wait as well, in whoever lets go of it last: nobody does
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                _keep_for_ever(group)
             if hasattr(group, "abort"):
                 group.abort()
 

@@ -135,7 +135,10 @@ def test_compiled_models_are_the_same(seen: list[Any], backend: str) -> None:
         for gradients in (True, False):
             with torch.set_grad_enabled(gradients):
                 assert [bool(torch.equal(compiled(X, Y), function(X, Y))) for _ in range(3)] == [True] * 3
-    assert counters["stats"]["unique_graphs"] == 4
+    # as without the look: torch 2.8 does not compile a function of torch that is given to it by itself
+    assert counters["stats"]["unique_graphs"] == (
+        4 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else 2
+    )
     assert not counters["graph_break"]
     torch._dynamo.reset()
 

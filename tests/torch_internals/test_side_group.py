@@ -54,7 +54,9 @@ print(sum(mark == other for number, mark in enumerate(marks) for other in marks[
 """
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.12."), reason="gloo's own thread has no name of its own")
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="gloo's own thread has no name of its own"
+)
 def test_the_side_group_adds_no_thread_of_gloos_where_the_job_has_one() -> None:
     """Each of the two groups lives on when the other one has ended; and no group is taken for one before it."""
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=False)
@@ -123,4 +125,5 @@ print(waiting.is_alive())
 def test_what_waits_for_a_silent_rank_ends_when_the_group_is_closed(call: str) -> None:
     """Else the thread comes back while the interpreter ends, and that aborts the process."""
     done = subprocess.run([sys.executable, "-c", _CLOSED, call], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["fails", "False"]), done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # which torch 2.8 prints
+    assert (done.returncode, lines) == (0, ["fails", "False"]), done.stderr
