@@ -40,7 +40,7 @@ def watch_saved_hooks(entries: Entries) -> None:
     entries.patch(contexts, "__exit__", why, after=[(part, hooks.left)])
     entries.patch(internals.SavedTensor, "register_hooks", why, before=[(part, hooks.registered)])
     if not entries.left_out:
-        hooks.begin()
+        entries.guard.run(part, hooks.begin)
 
 
 class Patches:

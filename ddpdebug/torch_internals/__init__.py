@@ -9,6 +9,7 @@ import os
 import struct
 import sys
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -136,7 +137,7 @@ def private_store() -> Any | None:
     if dist.is_available() and dist.is_initialized():
         store: Any = names.default_store()
         try:
-            return store.clone()
+            return own_connection(store)
         except Exception as error:
             raise ConnectionError(f"the job's store gives no connection of our own: {error}") from error
     env = os.environ
@@ -150,6 +151,29 @@ def private_store() -> Any | None:
         )
         return PrefixStore(f"ddpdebug/attempt_{attempt}", store)
     return None
+
+
+def own_connection(store: Any) -> Any:
+    """Return another connection to a store.
+
+    Where torch has no `clone` a new connection knows nothing of the prefixes around the old one: the ranks agree, over
+    the old one, on a prefix that is nobody else's. A store of the process itself has no connection.
+    """
+    if hasattr(store, "clone"):  # torch 2.6 has none
+        return store.clone()
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, HashStore):
+        return store
+    if isinstance(inner, TCPStore):
+        fresh: Any = TCPStore(inner.host, inner.port, is_master=False, timeout=store.timeout, wait_for_workers=False)
+    elif isinstance(inner, FileStore):  # its file is removed by the last of so many processes
+        fresh = FileStore(inner.path, dist.get_world_size())  # type: ignore[attr-defined]  # at run time it has
+    else:
+        raise TypeError(f"{type(inner).__name__} has no `clone`")
+    prefix = store.compare_set("ddpdebug/connection", "", uuid.uuid4().hex).decode()
+    return PrefixStore(f"ddpdebug/{prefix}", fresh)
 
 
 def group_module() -> Any:
@@ -361,7 +385,8 @@ def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
 
 def ranks_of(group: Any) -> list[int]:
     """Return the global ranks of a process group, of the default one for None."""
-    return sorted(dist.get_process_group_ranks(group))
+    # torch 2.6 does not take None for it
+    return sorted(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
 def group_ranks(ddp: DistributedDataParallel) -> list[int]:

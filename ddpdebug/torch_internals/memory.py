@@ -25,7 +25,10 @@ def device_memory_stats() -> Mapping[str, Any]:
 @functools.cache
 def accelerator() -> str | None:
     """Return the kind of accelerator that this torch is built for, without asking the driver."""
-    device = torch.accelerator.current_accelerator()
+    try:
+        device = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 says so where it is built for none
+        return None
     return None if device is None else device.type
 
 
