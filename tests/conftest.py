@@ -51,6 +51,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _hooks_on_saved_tensors_are_seen() -> Iterator[None]:
+    """Where torch does not tell of them (before 2.12) a monitor looks, and so do tests of graphs without a monitor."""
+    from ddpdebug.torch_internals.graph import TELLS_HOOKS, saved_hooks
+
+    if TELLS_HOOKS:
+        yield
+        return
+    from ddpdebug.instrument.patches import watch_saved_hooks
+    from ddpdebug.isolation.guard import Guard
+    from ddpdebug.probes.entries import Entries
+
+    entries = Entries(Guard(lambda part, message: pytest.fail(f"{part}: {message}")))
+    watch_saved_hooks(entries)
+    yield
+    saved_hooks.end()
+    entries.close()
+
+
+@pytest.fixture(autouse=True)
 def _ranks_wait_for_each_other(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that ends leaves others behind that say nothing for two seconds: on a busy machine they may be well."""
     if request.node.get_closest_marker("ranks") is not None:

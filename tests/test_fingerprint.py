@@ -16,10 +16,12 @@ from ddpdebug.device_fingerprint import device_fingerprints
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
     torch.bool, torch.complex128, torch.complex64,
 ]  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.6 has not
+    DTYPES.append(torch.float8_e8m0fnu)
 MANY = settings(max_examples=300, deadline=None)
 
 Path = Callable[[Tensor], int]

@@ -1,6 +1,6 @@
 """Runs a fixed part of the tests and of the corpus of faults under other versions of torch; writes a page of what held.
 
-    python -m tools.compat [--torch 2.12.0 ...] [--python python3.13] [--write docs/compatibility.md]
+    python -m tools.compat [--torch 2.6.0 ...] [--python python3.13] [--write docs/compatibility.md]
 
 Each pair of an interpreter and a torch gets an environment of its own in `.compat/`: gigabytes, so that this is no part
 of CI. What a pair showed is kept in `tools/compat.json`; the page is made of that, so that pairs that are not run now
@@ -22,10 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.torch_internals import names
+
 _ROOT = Path(__file__).resolve().parent.parent
 _RECORD = _ROOT / "tools" / "compat.json"
 #: The first is the lower bound in pyproject.toml, the second what constraints.txt has.
-TORCHES = ("2.12.0", "2.13.0", "2.15.0")
+TORCHES = ("2.6.0", "2.13.0", "2.15.0")
 REFERENCE = TORCHES[1]
 TESTS = ("tests/torch_internals", "tests/exchange", "tests/isolation", "tests/probes", "tests/test_fingerprint.py")
 #: Scripts of the corpus: faults of every family, those of a slow rank aside, whose step is a matter of time.
@@ -79,6 +81,7 @@ def _printed(*words: str, check: bool = True, **env: str) -> str:
 def record(inside: Path) -> Row:
     """Run the tests and the slice of the corpus with an interpreter; return what they showed."""
     python = str(inside)
+    about = _about(python)  # with the commit: nothing must change while it runs
     with tempfile.TemporaryDirectory() as folder:
         junit, found = Path(folder) / "junit.xml", Path(folder) / "found.json"
         words = ["-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-m", "not slow"]
@@ -89,8 +92,9 @@ def record(inside: Path) -> Row:
         )
         words = ["--jobs", "2", "--require", "0", "--only", ",".join((*FAULTS, *HEALTHY)), "--json", str(found)]
         # what is sampled depends on the time that steps take
-        print(_printed(python, "tests/detection/score.py", *words, DDPDEBUG_EVERY_STEP="1", OMP_NUM_THREADS="1"))
-        return {**_about(python), **tests_of(junit.read_text()), "runs": json.loads(found.read_text())}
+        words = ["tests/detection/score.py", *words]
+        print(_printed(python, *words, DDPDEBUG_EVERY_STEP="1", OMP_NUM_THREADS="1"), flush=True)
+        return {**about, **tests_of(junit.read_text()), "runs": json.loads(found.read_text())}
 
 
 def _about(python: str) -> Row:
@@ -172,7 +176,38 @@ def page(rows: Iterable[Row]) -> str:
         )
         listed = [f"- {title}: `{text.replace('`', '')}`" for title, texts in parts for text in texts]
         details += listed or ["Nothing failed, nothing differs, nothing is missing."]
-    return "\n".join([*lines, *details]) + "\n"
+    return "\n".join([*lines, *details, *_names()]) + "\n"
+
+
+def _names() -> list[str]:
+    """Return the table of torch's private names as Markdown; names of autograd's nodes aside."""
+    merged: dict[tuple[str, str, str], list[str]] = {}
+    for name in names.TABLE:
+        if not name.path.startswith("autograd node "):
+            since = ".".join(map(str, name.since)) if any(name.since) else ""
+            merged.setdefault((name.feature.name, name.off, since), []).append(f"`{name.path}`")
+    return [
+        "",
+        "## Private names of torch",
+        "",
+        "Each is looked for, and training goes on as without ddpdebug where one is missing. The table is",
+        "`ddpdebug/torch_internals/names.py`; *from* says which torch brought a name that the oldest one here has not.",
+        "The names of autograd's nodes, by which losses are read, stand in `nodes.py` beside it.",
+        "",
+        "| for | names | from | without them |",
+        "|---|---|---|---|",
+        *(f"| {what} | {', '.join(paths)} | {since} | {off} |" for (what, off, since), paths in merged.items()),
+    ]
+
+
+def written(rows: Mapping[str, Row]) -> str:
+    """Return what was recorded as JSON, a line for each run."""
+    parts = []
+    for key, row in sorted(rows.items()):
+        about = json.dumps({name: row[name] for name in sorted(row) if name != "runs"})
+        runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(row["runs"].items()))
+        parts.append(f' {json.dumps(key)}: {about[:-1]}, "runs": {{\n{runs}\n }}}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -190,7 +225,7 @@ def main() -> None:
     for torch in args.torch or TORCHES:
         row = record(environment(args.python, torch))
         rows[f"{'.'.join(row['python'].split('.')[:2])} {torch}"] = row
-        _RECORD.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        _RECORD.write_text(written(rows))
     if args.write:
         args.write.write_text(page(rows.values()))
 

@@ -22,13 +22,25 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import training_events as events
-from ddpdebug.probes.entries import Look, entries_of
+from ddpdebug.probes.entries import Entries, Look, entries_of
 from ddpdebug.probes.followed import Followed
 from ddpdebug.probes.nonfinite import Numerics
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Event, Tensors, part_of
 from ddpdebug.probes.training_loop.schedulers import STEPS
 from ddpdebug.probes.training_loop.validation_loss import Evaluations
+from ddpdebug.torch_internals.graph import TELLS_HOOKS, saved_hooks
+
+
+def watch_saved_hooks(entries: Entries) -> None:
+    """Have it noted where hooks are put on saved tensors: before torch 2.12 a node does not tell."""
+    why, part = "hooks of yours on saved tensors, which must not be run by looking at these", "saved hooks"
+    contexts, hooks = torch.autograd.graph.saved_tensors_hooks, saved_hooks
+    entries.patch(contexts, "__enter__", why, before=[(part, hooks.entered)], failed=[(part, hooks.left)])
+    entries.patch(contexts, "__exit__", why, after=[(part, hooks.left)])
+    entries.patch(internals.SavedTensor, "register_hooks", why, before=[(part, hooks.registered)])
+    if not entries.left_out:
+        entries.guard.run(part, hooks.begin)
 
 
 class Patches:
@@ -71,6 +83,8 @@ class Patches:
             stop=self._stop,
         )
         self._install_ddp()
+        if not TELLS_HOOKS:
+            watch_saved_hooks(self._entries)
         patch(
             torch.autograd,
             "backward",
@@ -237,6 +251,7 @@ class Patches:
 
     def remove(self) -> None:
         """Restore the originals."""
+        saved_hooks.end()
         self._entries.close()
 
     # --- DistributedDataParallel --------------------------------------------------------------------------------------

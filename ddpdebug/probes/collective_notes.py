@@ -3,17 +3,14 @@
 A call is noted as it begins, a few microseconds each: the operation, the group and the call's number in it, shapes, the
 rank that it names, the user's line, how far the rank was. What DDP issues from C++ is noted by what leads to it: the
 forward that broadcasts buffers, the backward that reduces. A call that torch makes from another one (the tensors of
-`all_gather_object`) is noted as well, under numbers of its own. Where torch has a hook before every collective of a
-group (`ProcessGroup.register_pre_hook`, from 2.14 on), each of DDP's is noted too; this has not run on such a torch.
+`all_gather_object`) is noted as well, under numbers of its own.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -176,18 +173,6 @@ class CollectiveNotes:
             if wrapper.armed and (ddp := wrapper.ref()) is not None:
                 self._of_ddp(REDUCTIONS, ddp)
 
-    def _before(self, group: weakref.ref[Any], *about: Any) -> None:
-        """Note what torch says of a collective, where no call has been noted that it belongs to: DDP's, from C++."""
-        found = group()
-        if found is None or not about:
-            return
-        name, count, numbers = self._of_group(found)
-        number = numbers.at(count) + 1
-        newest = Noted.read(self._kept[-1]) if self._kept else None
-        if newest is None or (newest.call.group, newest.call.number) != (name, number):
-            operation = str(getattr(about[0], "name", about[0])).rpartition(".")[2]
-            self._note(operation, name, number, (), None)
-
     def _of_ddp(self, operation: str, ddp: DistributedDataParallel) -> None:
         name, count, numbers = self._of_group(ddp.process_group)
         self._note(operation, name, numbers.at(count) + 1, (), None)
@@ -204,8 +189,6 @@ class CollectiveNotes:
         numbers = self._numbers.get(name)
         if numbers is None:
             numbers = self._numbers[name] = _Numbers(counts_messages=internals.counts_messages(group))
-            look = partial(self._before, weakref.ref(group))
-            self._entries.before_collectives("probe:collective-hooks", group, look)
         count = internals.sequence_number(group)
         return name, numbers.own if count is None else count, numbers
 

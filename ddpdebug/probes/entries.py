@@ -69,10 +69,6 @@ PASSING = {
         "the code of the functions of `torch.distributed` by which ranks communicate",
         "from the meeting of several ranks on, until it is closed; the functions stay the same objects",
     ),
-    "before_collectives": (
-        "torch's own hook before the collectives of a process group",
-        "where this torch has it (2.14 has, 2.13 has not), until it is closed",
-    ),
     "OperationMode": ("a mode that sees CPU operations", "with `memory_limit`, inside of training forwards"),
 }
 
@@ -243,19 +239,6 @@ class Entries:
         else:
             self._undo.append((part, undo))
             self.placed.append(Placed(what, why, is_wrapper=False))
-
-    def before_collectives(self, part: str, group: Any, look: Callable[..., None]) -> bool:
-        """Hook all collectives of a group, also those that torch issues from C++; return whether this torch can.
-
-        Called with whatever torch says of them.
-        """
-        register = getattr(group, "register_pre_hook", None)
-        if register is None:
-            return False
-        handle = self.guard.run(part, register, _Hook(self, part, look))
-        if (remove := getattr(handle, "remove", None)) is not None:
-            self._undo.append((part, remove))
-        return part not in self.guard.off
 
     def over_functions(self, part: str, mode: torch.overrides.TorchFunctionMode, why: str = "") -> None:
         """Put a mode over torch's functions in this thread; closed, it comes off where no other lies over it.

@@ -74,8 +74,7 @@ _PROBES = {
     "unregistered rollouts evaluation observe load",
     "data": "loader items splits draws",
     "memory": "memory memory-limit input-sizes",
-    "other": "coverage cut scene place loss_line disk spawned collectives collective-hooks own-times collector "
-    "device-times captures",
+    "other": "coverage cut scene place loss_line disk spawned collectives own-times collector device-times captures",
 }
 _NOTES = {
     "scene",
@@ -83,7 +82,6 @@ _NOTES = {
     "loss_line",
     "disk",
     "collectives",
-    "collective-hooks",
     "own-times",
     "collector",
     "device-times",

@@ -9,6 +9,7 @@ import os
 import struct
 import sys
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -73,6 +74,7 @@ from ddpdebug.torch_internals.names import (
     RUN_BACKWARD as RUN_BACKWARD,
     UPDATE_DEFAULT_GROUP as UPDATE_DEFAULT_GROUP,
     MissingError as MissingError,
+    SavedTensor as SavedTensor,
     as_plain as as_plain,
     as_users as as_users,
     inherits,
@@ -135,7 +137,7 @@ def private_store() -> Any | None:
     if dist.is_available() and dist.is_initialized():
         store: Any = names.default_store()
         try:
-            return store.clone()
+            return own_connection(store)
         except Exception as error:
             raise ConnectionError(f"the job's store gives no connection of our own: {error}") from error
     env = os.environ
@@ -149,6 +151,29 @@ def private_store() -> Any | None:
         )
         return PrefixStore(f"ddpdebug/attempt_{attempt}", store)
     return None
+
+
+def own_connection(store: Any) -> Any:
+    """Return another connection to a store.
+
+    Where torch has no `clone` a new connection knows nothing of the prefixes around the old one: the ranks agree, over
+    the old one, on a prefix that is nobody else's. A store of the process itself has no connection.
+    """
+    if hasattr(store, "clone"):  # torch 2.6 has none
+        return store.clone()
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, HashStore):
+        return store
+    if isinstance(inner, TCPStore):
+        fresh: Any = TCPStore(inner.host, inner.port, is_master=False, timeout=store.timeout, wait_for_workers=False)
+    elif isinstance(inner, FileStore):  # its file is removed by the last of so many processes
+        fresh = FileStore(inner.path, dist.get_world_size())  # type: ignore[attr-defined]  # at run time it has
+    else:
+        raise TypeError(f"{type(inner).__name__} has no `clone`")
+    prefix = store.compare_set("ddpdebug/connection", "", uuid.uuid4().hex).decode()
+    return PrefixStore(f"ddpdebug/{prefix}", fresh)
 
 
 def group_module() -> Any:
@@ -214,6 +239,12 @@ def _size(told: bytes) -> int:
     return size
 
 
+def _keep_for_ever(*things: object) -> None:
+    """Keep objects alive beyond the end of the interpreter."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 class Words:
     """What the ranks of a group that go leave in its store for the others, whose gathers are about to fail."""
 
@@ -268,11 +299,15 @@ class GlooGroup:
         outs = [torch.empty_like(own) for _ in range(self._world)]
         options = names.AllgatherOptions()
         options.timeout = self._timeout
-        self._wait(group.allgather([outs], [own], options))
+        self._wait(group.allgather([outs], [own], options), own, *outs)
         return [ctypes.string_at(out.data_ptr(), out.numel()) for out in outs]
 
-    def _wait(self, work: Any) -> None:
-        """Wait in slices: a wait that is too short says so without ending what it waits for."""
+    def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
+        """Wait in slices: a wait that is too short says so without ending what it waits for.
+
+        Where torch's `abort` ends nothing (2.8), a thread of torch's has the tensors until the silent rank is gone. It
+        may be while the interpreter ends, and a thread that then lets go of a Python object takes the process along.
+        """
         started, self._waits = time.monotonic(), True
         while self._waits:
             try:
@@ -285,6 +320,7 @@ class GlooGroup:
                 # who is silent may be so for long after `close`; and a thread that comes back from `wait` while the
                 # interpreter ends takes the process with it
                 elif self._group is None or time.monotonic() - started > self._timeout.total_seconds():
+                    _keep_for_ever(*tensors)
                     raise
                 else:
                     self._unanswered(time.monotonic() - started)
@@ -298,7 +334,7 @@ class GlooGroup:
         outs = [torch.empty_like(own) for _ in range(self._world)] if leads else []
         options = names.GatherOptions()
         options.rootRank, options.timeout = 0, self._timeout
-        self._wait(group.gather([outs] if leads else [], [own], options))
+        self._wait(group.gather([outs] if leads else [], [own], options), own, *outs)
         if not leads:
             return None
         return [ctypes.string_at(out.data_ptr(), size) for out, size in zip(outs, sizes, strict=True)]
@@ -312,7 +348,7 @@ class GlooGroup:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         options = names.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        self._wait(self._alive().broadcast([tensor], options))
+        self._wait(self._alive().broadcast([tensor], options), tensor)
         return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
     def _alive(self) -> Any:
@@ -325,7 +361,7 @@ class GlooGroup:
         group, self._group = self._group, None
         if group is not None:
             if self._waits:  # its destructor would wait as well, in whoever lets go of it last: nobody does
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                _keep_for_ever(group)
             if hasattr(group, "abort"):
                 group.abort()
 
@@ -349,7 +385,8 @@ def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
 
 def ranks_of(group: Any) -> list[int]:
     """Return the global ranks of a process group, of the default one for None."""
-    return sorted(dist.get_process_group_ranks(group))
+    # torch 2.6 does not take None for it
+    return sorted(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
 def group_ranks(ddp: DistributedDataParallel) -> list[int]:

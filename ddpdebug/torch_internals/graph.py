@@ -2,11 +2,75 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections import deque
 from typing import Any
 
 import torch
 
 from ddpdebug.torch_internals import names
+
+#: Whether torch tells that a hook lies on what a node has saved.
+TELLS_HOOKS = not any(name.endswith(" (missing)") for name in (names.SAVED_DATA, names.SAVED_HOOK))
+
+
+class SavedHooks:
+    """Which nodes may have hooks on what they have saved, for a torch that does not tell.
+
+    Nodes have growing numbers, in each thread its own. Those that were made inside of `saved_tensors_hooks` have
+    numbers from where it was entered to where it was left; nodes of another thread with such a number are left alone.
+    """
+
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._from = sys.maxsize  # nobody looks yet
+        self._open: list[tuple[int, int]] = []
+        self._closed: deque[tuple[int, int]] = deque()
+
+    def begin(self) -> None:
+        """Look from now on: what nodes that are there already have saved is not known."""
+        self._from = int(names.next_sequence())
+        self._open.clear()
+        self._closed.clear()
+
+    def end(self) -> None:
+        """Nobody looks any more."""
+        self._from = sys.maxsize
+
+    def entered(self, *_: Any, **__: Any) -> None:
+        """Note that hooks are about to lie on what this thread saves."""
+        self._open.append((threading.get_ident(), int(names.next_sequence())))
+
+    def left(self, *_: Any, **__: Any) -> None:
+        """Note that the innermost hooks of this thread are gone."""
+        here, now = threading.get_ident(), int(names.next_sequence())
+        at = next((at for at in reversed(range(len(self._open))) if self._open[at][0] == here), None)
+        if at is None:  # they were there before anybody looked
+            self._from = max(self._from, now)
+            return
+        start = self._open.pop(at)[1]
+        if start < now:
+            self._closed.append((start, now))
+            if len(self._closed) > self.MOST:
+                self._from = max(self._from, self._closed.popleft()[1])
+
+    def registered(self, *_: Any, **__: Any) -> None:
+        """Note that a hook is put on one saved tensor, which may be any node's."""
+        self._from = sys.maxsize
+
+    def may_lie_on(self, node: Any) -> bool:
+        """Tell whether what a node has saved may have hooks."""
+        number = int(names.sequence(node)())
+        return bool(
+            number < self._from
+            or any(start <= number for _, start in self._open)
+            or any(start <= number < stop for start, stop in self._closed)
+        )
+
+
+saved_hooks = SavedHooks()
 
 
 def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
@@ -20,11 +84,23 @@ def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
 
 def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
     """Return a tensor that a node has saved, None where it has not, or where a hook of the user would have to run."""
+    if not TELLS_HOOKS:
+        return _saved_without_hook(node, name)
     raw = getattr(node, f"{names.RAW_SAVED}{name}", None)
-    if raw is None or getattr(raw, "unpack_hook", None) is not None:
+    if raw is None or getattr(raw, names.SAVED_HOOK, None) is not None:
         return None
-    data = raw.data
+    data = getattr(raw, names.SAVED_DATA)
     return data if isinstance(data, torch.Tensor) else None
+
+
+def _saved_without_hook(node: Any, name: str) -> torch.Tensor | None:
+    if saved_hooks.may_lie_on(node):
+        return None
+    try:
+        data = getattr(node, f"{names.SAVED}{name}", None)
+    except RuntimeError:  # backward has freed it, or it was written to since
+        return None
+    return data.detach() if isinstance(data, torch.Tensor) else None
 
 
 def saved_number(node: Any, name: str) -> int | None:

@@ -45,6 +45,7 @@ class Name:
         found: whether this torch has it; asked anew each time.
         applies: false where this build of torch, or this process, cannot have it: no CUDA, a part that is not loaded.
         by_doctor: the probe loads or computes something, which only `ddpdebug doctor` and the tests do.
+        since: the first torch that has it, where an earlier one is supported.
     """
 
     path: str
@@ -53,10 +54,16 @@ class Name:
     found: Callable[[], bool]
     applies: Callable[[], bool]
     by_doctor: bool
+    since: tuple[int, int] = (0, 0)
 
     def is_missing(self) -> bool:
         """Tell whether this torch should have it and has not."""
         return self.applies() and not self.found()
+
+    def is_later(self) -> bool:
+        """Tell whether this torch is known to be older than the name."""
+        major, minor = torch.__version__.split(".")[:2]
+        return (int(major), int(minor)) < self.since
 
 
 #: Every private name of torch that ddpdebug uses.
@@ -120,9 +127,10 @@ def register(
     found: Callable[[], bool] | None = None,
     applies: Callable[[], bool] = _always,
     by_doctor: bool = False,
+    since: tuple[int, int] = (0, 0),
 ) -> Name:
     """Enter a name in the table; without `found` it is looked up."""
-    name = Name(path, feature, off or feature.off, found or functools.partial(has, path), applies, by_doctor)
+    name = Name(path, feature, off or feature.off, found or functools.partial(has, path), applies, by_doctor, since)
     TABLE.append(name)
     return name
 

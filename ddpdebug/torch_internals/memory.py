@@ -25,15 +25,18 @@ def device_memory_stats() -> Mapping[str, Any]:
 @functools.cache
 def accelerator() -> str | None:
     """Return the kind of accelerator that this torch is built for, without asking the driver."""
-    if names.device_stats is None:
+    try:
+        device = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 says so where it is built for none
         return None
-    device = torch.accelerator.current_accelerator()
     return None if device is None else device.type
 
 
 def device_memory_limit() -> int:
     """Return the bytes of the current device; asks the driver."""
-    return int(torch.accelerator.get_memory_info()[1])
+    # torch has it for all accelerators since 2.10
+    info: Any = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
+    return int(info()[1])
 
 
 def record_memory_history(level: str) -> bool:

@@ -2,8 +2,9 @@
 
 Nothing else in ddpdebug touches a name of torch's with an underscore (`tests/torch_internals/test_private_names.py`).
 A name that this torch has not is said when ddpdebug attaches; what needs it is left out, or switches its part off when
-it meets it. The training goes on as without ddpdebug. `ddpdebug doctor` prints the table. Names of autograd's nodes are
-in `nodes.py`.
+it meets it. The training goes on as without ddpdebug. Of a name that is not in the oldest supported torch `since` says
+which one brought it; before that only `ddpdebug doctor` says that it is missing, which prints the table. Names of
+autograd's nodes are in `nodes.py`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ def _no(*_: object) -> bool:
     return False
 
 
+def _each_cloned(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _MODULE = "torch.nn.Module"
@@ -105,7 +110,7 @@ group_world: Any = thing(f"{_C10D}._world", _GROUPS, otherwise=None)
 _HANGS = Feature("torch's record of collectives", "of a hang it is not known which collective is waited in")
 #: Torch's own record of the collectives of this process; public is only the tool that reads it from files.
 dump_flight_recorder: Callable[..., bytes] = thing(
-    "torch._C._distributed_c10d._dump_fr_trace", _HANGS, otherwise=_nothing, applies=dist.is_available
+    "torch._C._distributed_c10d._dump_fr_trace", _HANGS, otherwise=_nothing, applies=dist.is_available, since=(2, 8)
 )
 #: How many collectives a group counts; on gloo also messages from rank to rank.
 SEQUENCE_NUMBER = key(
@@ -291,7 +296,9 @@ RUN_BACKWARD = key(
 
 _GRAPH = Feature("reading the autograd graph", "no step is replayed, and the loss's operations are not named")
 next_sequence: Callable[[], int] = thing("torch._C._autograd._get_sequence_nr", _GRAPH)
-foreach_clone: Callable[..., Any] = thing("torch._foreach_clone", _GRAPH)
+foreach_clone: Callable[..., Any] = thing(
+    "torch._foreach_clone", _GRAPH, otherwise=_each_cloned, since=(2, 12), off="each copy is an operation of its own"
+)
 current_node: Callable[[], Any] = thing(
     "torch._C._current_autograd_node", _GRAPH, otherwise=_none, off="operations of backward are not told by their line"
 )
@@ -325,6 +332,18 @@ RAW_SAVED = key(
     found=functools.partial(_node_has, "_raw_saved_result"),
     by_doctor=True,
 )
+#: Of a saved tensor: what is kept, and the hook that would have to run to get it.
+SAVED_DATA, SAVED_HOOK = (
+    key(
+        f"torch._C._autograd.SavedTensor.{name}",
+        _SAVED,
+        off="`saved_tensors_hooks` is wrapped, and nothing is read of nodes that were made inside of it",
+        since=(2, 12),
+    )
+    for name in ("data", "unpack_hook")
+)
+#: What puts hooks on a saved tensor; where those cannot be seen, it is wrapped.
+SavedTensor: Any = thing("torch._C._autograd.SavedTensor", _SAVED, otherwise=type("Nobody", (), {}))
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
@@ -334,6 +353,7 @@ SKIPS_DYNAMO = register(
     "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
     _OPERATIONS,
     off="a replay may load the compiler, which takes a second",
+    since=(2, 11),
 )
 schema: Callable[[Any], Any] = reader(
     "torch._ops.OpOverload._schema", _OPERATIONS, stored_by="torch._ops.OpOverload.__init__"
@@ -387,9 +407,9 @@ ORIGINAL = key(
 )
 _EXEC = "torch._C._dynamo.eval_frame"
 _EXEC_OFF = "more breaks in what is compiled around our wrappers, and steps inside it are not seen"
-set_exec_strategy: Any = thing(f"{_EXEC}.set_code_exec_strategy", _COMPILE, otherwise=None, off=_EXEC_OFF)
-FrameAction: Any = thing(f"{_EXEC}._FrameAction", _COMPILE, otherwise=None, off=_EXEC_OFF)
-FrameExecStrategy: Any = thing(f"{_EXEC}._FrameExecStrategy", _COMPILE, otherwise=None, off=_EXEC_OFF)
+set_exec_strategy: Any = thing(f"{_EXEC}.set_code_exec_strategy", _COMPILE, otherwise=None, off=_EXEC_OFF, since=(2, 7))
+FrameAction: Any = thing(f"{_EXEC}._FrameAction", _COMPILE, otherwise=None, off=_EXEC_OFF, since=(2, 7))
+FrameExecStrategy: Any = thing(f"{_EXEC}._FrameExecStrategy", _COMPILE, otherwise=None, off=_EXEC_OFF, since=(2, 7))
 COMPILED_CALL = key(f"{_MODULE}._compiled_call_impl", _COMPILE, off="`model.compile()` is not seen")
 compiled_backends: Callable[[], Any] = later(
     f"{_EVAL_FRAME}.cached_backends",
@@ -420,8 +440,21 @@ WORKERS = key(
 # --- memory of devices ------------------------------------------------------------------------------------------------
 
 _MEMORY = Feature("the memory of devices", "the memory of devices is not measured")
-allocator_is_ready: Callable[[], bool] = thing("torch._C._accelerator_isAllocatorInitialized", _MEMORY, otherwise=_no)
-device_stats: Any = thing("torch._C._accelerator_getDeviceStats", _MEMORY, otherwise=None)
+_CUDA_ONLY = "the memory of other devices than CUDA's is not measured"
+allocator_is_ready: Callable[[], bool] = thing(
+    "torch._C._accelerator_isAllocatorInitialized",
+    _MEMORY,
+    otherwise=torch.cuda.is_initialized,
+    off=_CUDA_ONLY,
+    since=(2, 9),
+)
+device_stats: Any = thing(
+    "torch._C._accelerator_getDeviceStats",
+    _MEMORY,
+    otherwise=torch.cuda.memory_stats_as_nested_dict,
+    off=_CUDA_ONLY,
+    since=(2, 9),
+)
 _MEMORY_OFF = "there is no snapshot when CUDA's memory is exhausted"
 record_memory_history: Any = thing("torch.cuda.memory._record_memory_history", _MEMORY, otherwise=None, off=_MEMORY_OFF)
 memory_snapshot: Any = thing("torch.cuda.memory._snapshot", _MEMORY, otherwise=_none, off=_MEMORY_OFF)
@@ -434,9 +467,10 @@ def missing(*, doctor: bool = False) -> list[Name]:
     """Return the names that this torch should have and has not.
 
     Args:
-        doctor: probe also those whose probe loads or computes something.
+        doctor: also those whose probe loads or computes something, and those that came with a later torch.
     """
-    return [name for name in TABLE if (doctor or not name.by_doctor) and name.is_missing()]
+    asked = TABLE if doctor else [name for name in TABLE if not name.by_doctor and not name.is_later()]
+    return [name for name in asked if name.is_missing()]
 
 
 __all__ = ["TABLE", "Feature", "MissingError", "Name", "inherits", "missing", "resolve"]

@@ -48,7 +48,7 @@ def run():
     rank = dist.get_rank()
     torch.manual_seed(9)
     net = SignalNet()
-    model = DDP(net, forward_sync_buffers=False) if FAULT else DDP(net)
+    model = DDP(net, broadcast_buffers=False) if FAULT else DDP(net)
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
     gen = torch.Generator().manual_seed(1000 + rank)
     losses = []

@@ -112,7 +112,7 @@ def run(case: Case, *, fault: bool, launch: bool) -> Result:
         result.problems = [f"did not run, exit status {status}: {log.strip()[:300] or 'nothing printed'}"]
     elif status != 0 and not fault:
         result.problems.append(f"ended with exit status {status}")
-    result.problems += [line.strip() for line in log.splitlines() if "switched off" in line][:2]
+    result.problems += [line.strip() for line in log.splitlines() if "has switched itself off" in line][:2]
     shutil.rmtree(scratch, ignore_errors=True)
     return result
 

@@ -15,6 +15,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from ddpdebug.exchange import meeting
 from ddpdebug.exchange.meeting import RollCall, Waiting, disagreement
+from ddpdebug.torch_internals import own_connection
 
 #: How long a thread may take for what takes it milliseconds: the machine may be busy.
 _SECONDS = 60
@@ -82,7 +83,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         yield FileStore(str(tmp_path / "store"), 8)
     else:
         server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-        yield PrefixStore("default_pg", server).clone()
+        yield own_connection(PrefixStore("default_pg", server))
         del server
 
 

@@ -26,12 +26,11 @@ home = dist.distributed_c10d
 
 
 class Group(dist.ProcessGroup):
-    """A group that counts as it is told, and may have the hooks of a newer torch."""
+    """A group that counts as it is told."""
 
     def __init__(self, name: str, *, messages: bool = False) -> None:
         super().__init__(0, 2)
         self.name, self.messages, self.count = name, messages, 0
-        self.hooks: list[Any] = []
 
     @property
     def group_name(self) -> str:
@@ -40,32 +39,6 @@ class Group(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return self.count
-
-
-class Hooked(Group):
-    """Has the hook that 2.14 has."""
-
-    def register_pre_hook(self, hook: Any) -> Any:
-        """Take a hook; return what removes it."""
-        self.hooks.append(hook)
-        return Handle(self, hook)
-
-
-class Handle:
-    """Removes a hook."""
-
-    def __init__(self, group: Group, hook: Any) -> None:
-        self.group, self.hook = group, hook
-
-    def remove(self) -> None:
-        """Remove it."""
-        self.group.hooks.remove(self.hook)
-
-
-class About:
-    """What torch says of a collective that begins."""
-
-    name = "OpName.all_reduce"
 
 
 @pytest.fixture
@@ -139,7 +112,8 @@ def test_what_was_imported_earlier_is_noted_with_its_line(notes: CollectiveNotes
     assert [text.partition("\t")[0] for text in written][:2] == ["all_reduce", "broadcast"]
     assert (reduced.call.operation, reduced.call.shapes, reduced.call.number) == ("all_reduce", ("float32 [4, 2]",), 1)
     assert (sent.call.shapes, sent.call.number, sent.call.root) == (("int64 [3]",), 2, 0)
-    assert [noted.call.operation for noted in objects] == ["all_gather_object", "all_gather", "all_gather"]
+    inner = [noted.call.operation.removesuffix("_single") for noted in objects]  # as torch 2.15 has it
+    assert inner == ["all_gather_object", "all_gather", "all_gather"]
     assert [noted.call.number for noted in objects] == [3, 3, 4]
     assert all("test_collective_notes.py:" in str(noted.call.location) for noted in notes.kept())
 
@@ -193,42 +167,6 @@ def test_messages_do_not_count(notes: CollectiveNotes, monkeypatch: pytest.Monke
     notes.issued("isend", torch.ones(2), 1, None, other)
     notes.issued("barrier", None, None, None, other)
     assert notes.kept()[-1].call.number == 1
-
-
-def test_the_hooks_of_a_newer_torch_tell_what_ddp_issues(
-    notes: CollectiveNotes, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has no call of the script's is noted by the hook, once, and the hook goes with us."""
-    monkeypatch.setattr(internals, "counts_messages", lambda _: False)
-    group = Hooked("all")
-    notes.issued("all_reduce", torch.ones(2), None, None, group)
-    (hook,) = group.hooks
-    hook(About())  # of the same call
-    group.count += 1
-    hook(About())  # from C++
-    assert [(noted.call.operation, noted.call.number) for noted in notes.kept()] == [
-        ("all_reduce", 1),
-        ("all_reduce", 2),
-    ]
-    entries_of(guard).close()
-    assert group.hooks == []
-    hook(About())
-    assert len(notes.kept()) == 2
-
-
-def test_a_hook_that_says_something_else_is_off_alone(notes: CollectiveNotes, guard: Guard, told: list[str]) -> None:
-    """Where torch's hook is another one than we know, the calls are noted as before."""
-    group = Hooked("all")
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setattr(internals, "counts_messages", lambda _: False)
-        notes.issued("all_reduce", torch.ones(2), None, None, group)
-        patch.setattr(internals, "name_of", None)
-        group.hooks[0](About())
-    notes.issued("all_reduce", torch.ones(2), None, None, group)
-    assert len(notes.kept()) == 2
-    assert guard.off == {"probe:collective-hooks"}
-    told.clear()
 
 
 def test_the_end_of_the_data_is_noted(notes: CollectiveNotes, bus: Bus) -> None:

@@ -393,6 +393,7 @@ def test_gradients_that_are_cleared_in_any_way_are_not_carried_over() -> None:
     assert loop("never") == [UNTOUCHED] + [UNTOUCHED._replace(carried=True)] * 3
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS does, before torch 2.12
 @pytest.mark.parametrize(
     ("clears", "carried"),
     [

@@ -130,12 +130,15 @@ def test_compiled_models_are_the_same(seen: list[Any], backend: str) -> None:
 
     torch._dynamo.reset()
     counters.clear()
-    for function in (model, functional.cross_entropy):
+    # before 2.12 torch does not compile a function of its own that it is given by itself, with or without us
+    compiles_own = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    functions = [model, functional.cross_entropy] if compiles_own else [model]
+    for function in functions:
         compiled: Any = torch.compile(function, backend=backend, fullgraph=True)
         for gradients in (True, False):
             with torch.set_grad_enabled(gradients):
                 assert [bool(torch.equal(compiled(X, Y), function(X, Y))) for _ in range(3)] == [True] * 3
-    assert counters["stats"]["unique_graphs"] == 4
+    assert counters["stats"]["unique_graphs"] == 2 * len(functions)
     assert not counters["graph_break"]
     torch._dynamo.reset()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddpdebug.torch_internals import names
 from tools import compat
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -62,7 +63,29 @@ def test_the_page_shows_each_row_and_what_is_not_as_on_the_reference() -> None:
         "torch._new: tests are",
     ):
         assert said in text
-    assert text.endswith("## torch 2.13.0+cpu, Python 3.11.7\n\nNothing failed, nothing differs, nothing is missing.\n")
+    assert "## torch 2.13.0+cpu, Python 3.11.7\n\nNothing failed, nothing differs, nothing is missing.\n" in text
+
+
+def test_the_page_shows_every_private_name_and_what_is_off_without_it() -> None:
+    """In one table, with the torch that brought what the oldest has not."""
+    text = compat.page([]).partition("## Private names of torch\n")[2]
+    for name in names.TABLE:
+        if not name.path.startswith("autograd node "):
+            [line] = [line for line in text.splitlines() if f"`{name.path}`" in line]
+            assert line.startswith(f"| {name.feature.name} |")
+            assert line.endswith(f"| {name.off} |")
+            assert (f"| {'.'.join(map(str, name.since))} |" in line) == any(name.since)
+
+
+def test_the_record_has_a_line_for_each_run() -> None:
+    """And holds what was put in."""
+    rows = {
+        "3.11 2.8.0": _row("2.8.0", _runs(y=[], x=[["A", 1, [], [], None]])),
+        "3.11 2.13.0": _row("2.13.0", _runs(x=[])),
+    }
+    text = compat.written(rows)
+    assert json.loads(text) == rows
+    assert len(text.splitlines()) == 2 + 3 + 2 * 2
 
 
 def test_tests_are_counted_by_what_became_of_them() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from machine import free_port
 
-from ddpdebug.torch_internals import collectives
+from ddpdebug.torch_internals import collectives, names
 from ddpdebug.torch_internals.collectives import Collectives, members_of_groups
 
 _SCRIPT = """
@@ -65,6 +65,8 @@ print(json.dumps(told), flush=True)
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run two ranks."""
+    if any(name.path.endswith("_dump_fr_trace") for name in names.missing(doctor=True)):
+        pytest.skip("this torch keeps no record of collectives on gloo")
     script = tmp_path_factory.mktemp("record") / "script.py"
     script.write_text(_SCRIPT)
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
@@ -76,7 +78,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    return [json.loads(out) for out, _ in outputs]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]  # gloo may have written a line of its own
 
 
 @pytest.mark.jobs
