@@ -37,13 +37,14 @@ def _come_along() -> bool:
         if attach is None and LAUNCHED in os.environ and _is_launched():
             from ddpdebug.trainers.launched import join  # noqa: PLC0415 - loads torch and all of ddpdebug
 
-            join(os.environ)
+            join(os.environ[LAUNCHED].partition(" ")[2], os.environ)
             return True
         if attach is None or attach.current() is None:
             return False
-        from ddpdebug.trainers.launched import invite  # noqa: PLC0415 - it is loaded
+        from ddpdebug.trainers.launched import invitation  # noqa: PLC0415 - all that it needs is loaded
 
-        invite(attach.current(), os.environ)
+        if (told := invitation(attach.current(), os.environ)) is not None:
+            os.environ[LAUNCHED] = f"{os.getpid()} {told}"
     except Exception as error:
         from ddpdebug.isolation.user_code import is_users  # noqa: PLC0415 - hardly ever
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpdebug
+from ddpdebug.config.settings import Config
 from ddpdebug.monitor.attach import current
 from ddpdebug.run_directory.reader import read_rows, read_run
 from ddpdebug.trainers import launched, lightning_plugin
@@ -177,16 +179,19 @@ def test_what_fails_keeps_no_trainer_from_being_made(
     assert said in err if said else err == ""
 
 
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
-def test_ranks_that_somebody_else_starts_are_not_invited(tmp_path: Path, variable: str) -> None:
-    """Nor those of a script that attaches by itself: each of them does."""
-    environ = {variable: "0"}
+def test_who_is_invited() -> None:
+    """Ranks of the script of `ddpdebug run`, not those that somebody else starts, nor of a script that attaches itself."""
 
     class Monitor:
-        starts = object()
+        starts: Any = object()
+        config = Config(every_step=True, out=Path("seen"), threshold={"straggler_share": 0.3})
+        run_id = "abc"
 
-    launched.invite(Monitor(), environ)  # type: ignore[arg-type]
-    Monitor.starts = None  # type: ignore[assignment]
-    plain: dict[str, str] = {}
-    launched.invite(Monitor(), plain)  # type: ignore[arg-type]
-    assert (environ, plain) == ({variable: "0"}, {})
+    told = launched.invitation(Monitor(), {})  # type: ignore[arg-type]
+    assert told is not None
+    settings = {"every_step": True, "out": "seen", "threshold": {"straggler_share": 0.3}}
+    assert json.loads(told) == {"run": "abc", "settings": settings}
+    assert launched.invitation(Monitor(), {"RANK": "0"}) is None  # type: ignore[arg-type]
+    assert launched.invitation(Monitor(), {"LOCAL_RANK": "0"}) is None  # type: ignore[arg-type]
+    Monitor.starts = None
+    assert launched.invitation(Monitor(), {}) is None  # type: ignore[arg-type]
