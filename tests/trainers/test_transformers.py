@@ -184,7 +184,9 @@ def test_the_callback_tells_the_validation_loss(runs: Mapping[str, Path]) -> Non
 @pytest.mark.parametrize("how", ["watched", "callback"])
 def test_nothing_is_found_in_a_training_that_is_right(how: str, runs: Mapping[str, Path]) -> None:
     """No warning for accumulation, evaluation, checkpoints, or the way back from one."""
-    assert [f for f in read_findings(runs[how] / "o") if f.severity >= Severity.WARNING] == []
+    # which rank is slow is the machine's affair
+    found = [f for f in read_findings(runs[how] / "o") if f.severity >= Severity.WARNING]
+    assert [f for f in found if not f.code.startswith("SLOW")] == []
     outcome = read_run(runs[how] / "o")["outcome"]
     assert (outcome["reason"], outcome["exit_code"]) == ("finished", 0)
 
