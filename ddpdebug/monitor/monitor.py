@@ -423,10 +423,16 @@ class Monitor:
         self._on_group()
 
     def _close_at_exit(self) -> None:
-        """End with the interpreter, which keeps the exception that ended the script; at a prompt it ended nothing."""
-        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        """End with the interpreter, which keeps the exception that ended the script.
+
+        At a prompt, and in pytest, which keeps that of a test there, it ended nothing.
+        """
+        goes_on = hasattr(sys, "ps1") or "_pytest" in sys.modules
+        error = None if goes_on else getattr(sys, "last_value", None)
         if error is None:
             self.close()
+        elif isinstance(error, StopRun):
+            self.close("stopped")
         elif isinstance(error, KeyboardInterrupt):
             self.close("interrupted", 130, error)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,25 @@ _MAX_GATHERS = 3
 _GATHERED_BYTES = 64 << 20
 
 
+class Adding:
+    """Whether the losses of a run's micro-batches add up to the step's; the first step with several of them decides.
+
+    A rank's labels may be some more or less than its share of all ranks' labels. What they add up to is then nearer to
+    one loss than to as many as there are. Where labels are left out of a mean by chance, steps would differ in that.
+    """
+
+    def __init__(self) -> None:
+        self._found: bool | None = None
+
+    def holds(self, parts: Sequence[float]) -> bool:
+        """Tell it of a step, by the part of all labels that each of its losses is the sum over."""
+        if len(parts) < 2:
+            return False
+        if self._found is None:
+            self._found = len(parts) ** -0.5 < math.fsum(parts) < len(parts) ** 0.5
+        return self._found
+
+
 @dataclass(slots=True)
 class Losses(Part, key="probe:losses"):
     """What was given to backward, told or seen, and the loss scale in force at the step."""
@@ -37,6 +56,7 @@ class Losses(Part, key="probe:losses"):
     scale: Callable[[], float] | None = None
     factor: Callable[[], float] | None = None  # with which GradScaler has multiplied what was given to backward
     told: bool = False  # the loss, by the script
+    adding: Adding = field(default_factory=Adding)
     shares: int = 1  # the losses are so many parts of one, fewer of them in a window that was cut short
 
     def settle(self, usual: int) -> int:
@@ -56,14 +76,9 @@ class Losses(Part, key="probe:losses"):
         return usual
 
     def _add_up(self) -> bool:
-        """Tell whether the losses are sums over labels, each divided by the labels of all of them, or nearly as many.
-
-        A rank's labels may be some more or less than its share of all ranks' labels. What they add up to is then nearer
-        to one loss than to as many as there are.
-        """
-        count = len(self.given)
+        """Tell whether the losses are sums over labels, each divided by the labels of all, or nearly as many."""
         parts = [part() for part in self.label_shares if part is not None]
-        return 1 < count == len(parts) and count**-0.5 < math.fsum(parts) < count**0.5
+        return len(parts) == len(self.given) and self.adding.holds(parts)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
         """Return the loss of the step, and the scale."""

@@ -24,7 +24,7 @@ from ddpdebug.probes.async_copy import LaterOne, sampled as sample_later
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
-from ddpdebug.probes.loop_calls import LoopCalls, Losses
+from ddpdebug.probes.loop_calls import Adding, LoopCalls, Losses
 from ddpdebug.probes.model_copies import ModelCopies
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
@@ -111,6 +111,7 @@ class Recorder:
         self._models, self._hooks, self._calls, self._veto = models, hooks, calls, veto
         self._hand_over, self._announce, self._due = hand_over, announce, due
         self._started: list[float] = []  # of the forwards and backwards that run
+        self._adding = Adding()
         self._shares = 1  # losses that are given to backward are so many parts of one
         self._averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._by_optimizer: dict[int, OptimizerWatch] = {}
@@ -441,7 +442,7 @@ class Recorder:
         record.fields |= self._numbers()
         losses = state.since.parts[Losses]
         self._shares = losses.settle(self._shares)  # not before: with a closure, the step runs the last backward
-        losses.scale = self._calls.last_loss_scale
+        losses.scale, losses.adding = self._calls.last_loss_scale, self._adding
         self._bus.emit(events.StepClosed(watch, record))
         self._hand_over(record)
         watch.step += 1

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes import async_copy as device, gradients
 from ddpdebug.probes.gradients import GradientSums
@@ -14,7 +16,16 @@ from ddpdebug.probes.loop_calls import Losses, StepCalls
 from ddpdebug.probes.nonfinite_notes import Judgement
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BackwardEnded, Bus, GradientsFinal, StateRead, StepClosing, StepOpened
+from ddpdebug.probes.training_events import (
+    BackwardEnded,
+    Bus,
+    ForwardBegan,
+    GradientsFinal,
+    ModuleForwardBegan,
+    StateRead,
+    StepClosing,
+    StepOpened,
+)
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
 _FROZEN_EVERY = 16
@@ -192,8 +203,11 @@ class StepDigests:
 
     def __init__(self, bus: Bus, state: StepState, *, want_norms: bool = False) -> None:
         self._bus, self._state = bus, state
-        self._closure: StepOpened | None = None  # a step whose closure has not run a backward yet
+        #: A step whose closure has not run a backward yet, with what tells that its optimizer has changed parameters.
+        self._closure: tuple[StepOpened, list[int | None]] | None = None
         bus.on("probe:parameters", StepOpened, self._parameters_before)
+        bus.on("probe:parameters", ForwardBegan, self._forward_in_closure)
+        bus.on("probe:parameters", ModuleForwardBegan, self._forward_in_closure)
         bus.on("probe:parameters", BackwardEnded, self._parameters_in_closure)
         bus.on("probe:state", StepOpened, self._state_before)
         bus.on("probe:step-gradients", GradientsFinal, self._gradients)
@@ -208,18 +222,27 @@ class StepDigests:
         watch, record = event.watch, event.record
         if not record.checked:
             return
-        self._closure = event if record.flags & Flag.CLOSURE else None
-        part = record.parts[ParameterDigests]
+        self._closure = (event, _signs(watch.params)) if record.flags & Flag.CLOSURE else None
+        self._take_before(event)
+
+    @staticmethod
+    def _take_before(event: StepOpened) -> None:
+        watch = event.watch
+        part = event.record.parts[ParameterDigests]
         part.before = device.digests(watch.params)
         if watch.after is not None and watch.after_step == watch.step - 1:
             part.previous, part.glances = watch.after, device.glances(watch.params)
 
+    def _forward_in_closure(self, _: ForwardBegan | ModuleForwardBegan) -> None:
+        """Let the first reading stand where the optimizer has changed parameters ahead of its closure (SAM)."""
+        if self._closure is not None and _signs(self._closure[0].watch.params) != self._closure[1]:
+            self._closure = None
+
     def _parameters_in_closure(self, _: BackwardEnded) -> None:
         """Take them once more: what a closure's own forward has changed is not the optimizer's doing."""
-        event, self._closure = self._closure, None
-        if event is not None:
-            self._parameters_before(event)
-            self._closure = None
+        pending, self._closure = self._closure, None
+        if pending is not None:
+            self._take_before(pending[0])
 
     @staticmethod
     def _state_before(event: StepOpened) -> None:
@@ -308,3 +331,9 @@ def _by_owner(digests: Sequence[int], owned: Sequence[bool]) -> tuple[int, int]:
     own = [d for d, is_owned in zip(digests, owned, strict=True) if is_owned]
     foreign = [d for d, is_owned in zip(digests, owned, strict=True) if not is_owned]
     return combined(own), combined(foreign)
+
+
+def _signs(params: Sequence[Tensor]) -> list[int | None]:
+    """Return what changes as parameters are written to: counts of writes, and on the CPU a glance at their values."""
+    glances = device.glances(params)
+    return [internals.version_of(p) for p in params] + ([] if glances is None else glances())

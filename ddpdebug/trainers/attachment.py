@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpdebug.config.settings import Config
 from ddpdebug.errors import StopRun, text_of
-from ddpdebug.monitor.attach import current, watch
+from ddpdebug.monitor.attach import current, install
 from ddpdebug.monitor.monitor import Monitor
 
 #: The names that a validation loss is logged under, most often.
@@ -23,15 +23,16 @@ class Attachment:
 
     Args:
         val_loss: the name of the metric that is the validation loss; None takes the first whose name says that it is.
-        options: the settings of the monitor by their Python names.
+        options: the settings of the monitor by their Python names; None for one that never opens a monitor.
 
     Raises:
         ddpdebug.UsageError: an option's name or value is wrong.
     """
 
-    def __init__(self, val_loss: str | None, options: Mapping[str, Any]) -> None:
-        Config.load(options, os.environ, Path.cwd())  # a wrong one is an error now, and not once the model is built
-        self._val_loss, self._options = val_loss, dict(options)
+    def __init__(self, val_loss: str | None, options: Mapping[str, Any] | None) -> None:
+        # read now: a wrong one is an error before the model is built, and nothing that the script does later matters
+        self._config = None if options is None else Config.load(options, os.environ, Path.cwd())
+        self._val_loss = val_loss
         self._own: Monitor | None = None
         self._missed = False
 
@@ -39,34 +40,29 @@ class Attachment:
         """Return what a copy of the trainer has; the monitor stays here."""
         return {**vars(self), "_own": None}
 
-    @property
-    def monitor(self) -> Monitor | None:
-        """The monitor of this process, as long as it is open."""
-        return current()
-
     def open(self) -> None:
         """Attach, unless this process is attached to."""
-        if current() is None:
-            self._own = watch(**self._options)
+        if self._config is not None and current() is None:
+            self._own = install(self._config, command=tuple(sys.argv), late=True)
 
-    def adopt(self) -> None:
-        """Take the monitor that is there for one that was opened here."""
-        self._own = current()
-
-    def tell(self, metrics: Mapping[str, Any]) -> None:
+    def tell(self, metrics: Mapping[str, Any] | None) -> None:
         """Tell the validation loss out of what an evaluation has measured, by name."""
-        monitor, name = current(), self._val_loss
-        if monitor is None:
-            return
+        monitor = current()
+        if monitor is not None and metrics:
+            monitor.guard.run("probe:observe", self._tell, monitor, metrics)
+
+    def _tell(self, monitor: Monitor, metrics: Mapping[str, Any]) -> None:
+        named = {str(name): value for name, value in metrics.items()}
+        name = self._val_loss
         if name is None:
-            name = next((name for name in metrics if _VALIDATION_LOSS.fullmatch(name)), None)
+            name = next((name for name in named if _VALIDATION_LOSS.fullmatch(name)), None)
         if name is None:
             return
-        if name in metrics:
-            monitor.observe(val_loss=metrics[name])
+        if name in named:
+            monitor.observe(val_loss=named[name])
         elif not self._missed:
             self._missed = True
-            there = ", ".join(map(repr, sorted(metrics))) or "none"
+            there = ", ".join(map(repr, sorted(named)))
             print(f"ddpdebug: no metric {name!r} for the validation loss; logged were: {there}", file=sys.stderr)
 
     def close(self, error: BaseException | None = None) -> None:

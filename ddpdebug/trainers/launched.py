@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.config.settings import Config
+from ddpdebug.errors import StopRun
 from ddpdebug.monitor.attach import install
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.processes.launch import RUN_ID
@@ -22,7 +24,7 @@ def invitation(monitor: Monitor, environ: Mapping[str, str]) -> str | None:
     given = {
         field.name: str(value) if isinstance(value, Path) else value
         for field in fields(Config)
-        if (value := getattr(monitor.config, field.name)) != field.default
+        if (value := getattr(monitor.config, field.name)) is not None
     }
     return json.dumps({"run": monitor.run_id, "settings": given})
 
@@ -35,4 +37,14 @@ def join(invited: str, environ: MutableMapping[str, str]) -> None:
     """
     known: dict[str, Any] = json.loads(invited)
     environ[RUN_ID] = known["run"]
-    install(Config.load(known["settings"], environ, Path.cwd()), command=tuple(sys.argv), late=True)
+    config = Config.load(known["settings"], {}, Path("/"))  # all of them: no other source has a word
+    if config.steps is not None:
+        sys.excepthook = partial(_end_well, sys.excepthook)
+    install(config, command=tuple(sys.argv), late=True)
+
+
+def _end_well(otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """End a script that was stopped after its steps with 0, as `ddpdebug run` does where it stands around it."""
+    if isinstance(error, StopRun):
+        raise SystemExit(0)
+    otherwise(kind, error, trace)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ddpdebug.errors import StopRun
 from ddpdebug.trainers.attachment import Attachment
 
 if TYPE_CHECKING:
@@ -54,31 +53,18 @@ class DebugCallback(Callback):
         """Detach, with the reason."""
         self._attachment.close(exception)
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Detach, where nothing was trained."""
+        self._attachment.close()
+
 
 class AddedCallback(DebugCallback):
-    """What comes into each Trainer of a process that ddpdebug watches; one that the script has put there goes first.
+    """What comes into each Trainer of a process that ddpdebug watches; one that the script has put there goes first."""
 
-    Args:
-        launched: this rank was started by Lightning, not by ddpdebug: nobody else ends its script after `--steps`.
-    """
-
-    def __init__(self, *, launched: bool) -> None:
-        super().__init__()
-        self._launched = launched
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Do nothing: the process is attached to."""
+    def __init__(self) -> None:
+        self._attachment = Attachment(None, None)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Tell the validation loss that was logged, where no callback of the script's does."""
         if not any(isinstance(one, DebugCallback) and type(one) is not AddedCallback for one in trainer.callbacks):
             super().on_validation_end(trainer, pl_module)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach a rank that Lightning has started, with the reason; end its script where it was to stop."""
-        if not self._launched:
-            return
-        self._attachment.adopt()
-        self._attachment.close(exception)
-        if isinstance(exception, StopRun):
-            raise SystemExit(0) from None

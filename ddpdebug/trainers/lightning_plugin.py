@@ -17,45 +17,46 @@ LAUNCHED = "DDPDEBUG_LAUNCHED"
 
 def trainer_callbacks() -> list[Any]:
     """Return the callback for a Trainer that is being made, if ddpdebug watches."""
-    if not _come_along():
-        return []
-    from ddpdebug.trainers.lightning import AddedCallback  # noqa: PLC0415 - loads Lightning's callbacks
-
-    return [AddedCallback(launched=LAUNCHED in os.environ and _is_launched())]
+    return _come_along(with_callback=True)
 
 
 def fabric_callbacks() -> list[Any]:
     """Return nothing for a Fabric, which calls back only where the script says so; its ranks are attached to."""
-    _come_along()
-    return []
+    return _come_along(with_callback=False)
 
 
-def _come_along() -> bool:
-    """Return whether this process is watched, from now on too; nothing of ours keeps a Trainer from being made."""
+def _come_along(*, with_callback: bool) -> list[Any]:
+    """Attach to a rank that was started for it; nothing of ours keeps a Trainer from being made."""
     attach = sys.modules.get("ddpdebug.monitor.attach")
+    if attach is None and LAUNCHED not in os.environ:
+        return []
     try:
-        if attach is None and LAUNCHED in os.environ and _is_launched():
+        if attach is None or attach.current() is None:
+            if not _is_launched():
+                return []
             from ddpdebug.trainers.launched import join  # noqa: PLC0415 - loads torch and all of ddpdebug
 
-            join(os.environ[LAUNCHED].partition(" ")[2], os.environ)
-            return True
-        if attach is None or attach.current() is None:
-            return False
-        from ddpdebug.trainers.launched import invitation  # noqa: PLC0415 - all that it needs is loaded
+            join(os.environ.pop(LAUNCHED).partition(" ")[2], os.environ)  # once, whatever becomes of it
+        else:
+            from ddpdebug.trainers.launched import invitation  # noqa: PLC0415 - all that it needs is loaded
 
-        if (told := invitation(attach.current(), os.environ)) is not None:
-            os.environ[LAUNCHED] = f"{os.getpid()} {told}"
+            if (told := invitation(attach.current(), os.environ)) is not None:
+                os.environ[LAUNCHED] = f"{os.getpid()} {told}"
+        if not with_callback:
+            return []
+        from ddpdebug.trainers.lightning import AddedCallback  # noqa: PLC0415 - loads Lightning's callbacks
+
+        return [AddedCallback()]
     except Exception as error:
         from ddpdebug.isolation.user_code import is_users  # noqa: PLC0415 - hardly ever
 
         if is_users(error):  # a signal handler's is the job's
             raise
         print(f"ddpdebug: could not attach, training runs without it: {error}", file=sys.stderr)
-        return False
-    return True
+        return []
 
 
 def _is_launched() -> bool:
     # the first rank is the one that starts the others; it leaves `LOCAL_RANK=0` to whatever else it starts
-    starter = os.environ[LAUNCHED].partition(" ")[0]
+    starter = os.environ.get(LAUNCHED, "").partition(" ")[0]
     return starter == str(os.getppid()) and os.environ.get("LOCAL_RANK", "0") != "0"

@@ -40,9 +40,10 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import training_events as events
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.loop_calls import Losses
+from ddpdebug.probes.loop_calls import Adding, Losses
 from ddpdebug.probes.plain_models import PlainModel
 from ddpdebug.probes.record import SinceLastStep, StepRecord
+from ddpdebug.probes.step_digests import ParameterDigests
 from ddpdebug.probes.threads import Threads
 from ddpdebug.probes.training_events import BackwardBegan, BackwardEnded, ModuleForwardBegan
 from ddpdebug.probes.training_loop.labels import Labels
@@ -280,6 +281,14 @@ def test_losses_that_are_divided_by_the_labels_of_all_micro_batches_add_up(
     assert part.columns(record)["loss"] == step
 
 
+def test_whether_losses_add_up_is_decided_once() -> None:
+    """Labels that are left out by chance do not make the loss of a step another thing than that of the step before."""
+    adding = Adding()
+    assert [adding.holds(parts) for parts in ([0.5], [0.75, 0.7], [0.6, 0.5], [0.9, 0.9])] == [False] * 4
+    adding = Adding()
+    assert [adding.holds(parts) for parts in ([0.5, 0.4], [0.8, 0.8], [1.0])] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     "losses, divisors, step",
     [
@@ -436,6 +445,48 @@ def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> N
     flags = [record.since.parts[RecipeNotes].flags for record in records]
     assert [bool(flag & Flag.GRADS_CARRIED) for flag in flags] == carried
     assert {record.fields["without_grad"] for record in records} == {0}  # before the closure there were none
+
+
+@pytest.mark.parametrize("by", ["the forward", "the optimizer", "the optimizer, past autograd", "nobody"])
+def test_who_changes_parameters_before_a_closure_has_run(by: str) -> None:
+    """A forward in a closure is the user's; what the optimizer does ahead of it (SAM) is its own."""
+    records: list[Any] = []
+    probes = Probes(Guard(lambda *_: None), records.append, lambda *_: None, lambda *_: True)
+    model = nn.Linear(3, 1)
+
+    class Climbing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if by == "the optimizer":
+                with torch.no_grad():
+                    model.weight.add_(1.0)
+            elif by == "the optimizer, past autograd":
+                model.weight.data.add_(1.0)
+            loss = closure()
+            super().step()
+            return loss
+
+    optimizer = Climbing(model.parameters(), lr=0.1)
+    probes.bus.emit(events.OptimizerBuilt(optimizer))
+
+    def closure() -> torch.Tensor:
+        probes.bus.emit(events.ModuleForwardBegan(model, (torch.ones(4, 3),), {}))
+        if by == "the forward":
+            model.weight.data.clamp_(-0.01, 0.01)
+        loss = model(torch.ones(4, 3)).square().mean()
+        probes.bus.emit(events.BackwardBegan([loss]))
+        loss.backward()
+        probes.bus.emit(events.BackwardEnded())
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        probes.bus.emit(events.StepBegan(optimizer, closure=True))
+        optimizer.step(closure)
+        probes.bus.emit(events.StepEnded(optimizer))
+    probes.remove()
+    probes.release()
+    outside = [record.parts[ParameterDigests].changed_outside() for record in records]
+    assert outside == [False, by == "the forward", by == "the forward"]
 
 
 def test_the_last_share_of_a_loss_may_come_in_a_closure() -> None:

@@ -6,7 +6,7 @@ import inspect
 import math
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -154,7 +154,12 @@ class Script:
         self.facts: list[Any] = []
         self.guard = guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
         self.state: Any = SimpleNamespace(
-            since=SinceLastStep(), wrappers=[], in_backward=0, next_step=lambda: self.step, models=lambda: [self.model]
+            since=SinceLastStep(),
+            wrappers=[],
+            in_backward=0,
+            world=2,
+            next_step=lambda: self.step,
+            models=lambda: [self.model],
         )
         self.bus, self.calls = Bus(guard), LoopCalls(Bus(guard), self.state, lambda *_: None)
         self.optimizer: Any = None
@@ -210,7 +215,15 @@ def test_the_mean_of_an_evaluation_goes_out() -> None:
     assert "test_validation_loss.py:" in fact.location
 
 
-def test_a_loss_counts_as_the_script_leaves_it() -> None:
+@pytest.mark.parametrize(
+    ("change", "mean"),
+    [
+        (lambda loss: loss.mul_(2), 4.0),  # a trainer, by the number of ranks
+        (lambda loss: loss.add_(0.7), 2.0),  # summed over the ranks: another rank's
+        (lambda loss: loss.zero_(), 2.0),
+    ],
+)
+def test_a_loss_counts_as_the_script_means_it(change: Callable[[torch.Tensor], object], mean: float) -> None:
     """Scaled in place; once where module and model return it; not as it is after the next forward."""
     script = evaluating()
     script.train(5)
@@ -220,10 +233,10 @@ def test_a_loss_counts_as_the_script_leaves_it() -> None:
             script.forward_of_the_wrapper()
             for source in ("by a loss module", "in the model's output"):
                 script.evaluations.look(loss, source)
-            loss.mul_(2)
+            change(loss)
         script.forward_of_the_wrapper()
         losses[0].zero_()
-    assert told(script.train()) == [4.0]
+    assert told(script.train()) == [mean]
     assert [fact.batches for fact in script.facts] == [2]
     script.evaluations.release()
 

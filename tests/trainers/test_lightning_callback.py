@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddpdebug
 from ddpdebug.config.settings import Config
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.attach import current
 from ddpdebug.run_directory.reader import read_rows, read_run
 from ddpdebug.trainers import launched, lightning_plugin
@@ -52,7 +53,7 @@ class Line(lightning.LightningModule):
 def fit(tmp_path: Path) -> Callable[..., lightning.Trainer]:
     """Train for two epochs of three steps."""
 
-    def run(*callbacks: Any, fails: bool = False) -> lightning.Trainer:
+    def run(*callbacks: Any, fails: bool = False, **options: Any) -> lightning.Trainer:
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_epochs=2,
@@ -62,6 +63,7 @@ def fit(tmp_path: Path) -> Callable[..., lightning.Trainer]:
             enable_model_summary=False,
             default_root_dir=tmp_path,
             callbacks=list(callbacks),
+            **options,
         )
         loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
         trainer.fit(Line(fails), loader, loader)
@@ -93,6 +95,26 @@ def test_each_fit_is_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
         assert [row.val_loss for row in rows if row.val_loss == row.val_loss] == [2.5]
         assert current() is None
     assert len({id(one) for one in seen if one is not None}) == 2
+
+
+def test_a_fit_without_a_step_leaves_nothing_attached(fit: Callable[..., Any], tmp_path: Path) -> None:
+    """Lightning tells of no end of training then."""
+    callback = DebugCallback(out=tmp_path / "run", metrics="off")
+    fit(callback, limit_train_batches=0)
+    assert current() is None
+
+
+@pytest.mark.parametrize("name, value", [("DDPDEBUG_FOO", "1"), ("DDPDEBUG_BUDGET", "much")])
+def test_a_variable_that_is_wrong_later_ends_nothing(
+    fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """Settings are read once: where the callback is made, or the process was attached to."""
+    callback = DebugCallback(out=tmp_path / "run", metrics="off")
+    with ddpdebug.watch(out=tmp_path / "watched", metrics="off"):
+        monkeypatch.setenv(name, value)
+        assert fit().global_step == 6
+    assert fit(callback).global_step == 6
+    assert read_run(tmp_path / "run")["outcome"]["reason"] == "finished"
 
 
 def test_what_fails_is_the_outcome(fit: Callable[..., Any], tmp_path: Path) -> None:
@@ -134,7 +156,7 @@ def test_names_of_validation_losses(name: str) -> None:
     told: list[Any] = []
 
     class Monitor:
-        closed = False
+        guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
         def observe(self, **values: Any) -> None:
             told.append(values)
@@ -173,24 +195,25 @@ def test_what_fails_keeps_no_trainer_from_being_made(
     """It is said, and training goes on; what else a first rank starts, or a process of it, is left alone."""
     monkeypatch.setenv(lightning_plugin.LAUNCHED, f"{os.getppid() if starter == 'parent' else os.getpid()} {{}}")
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.delitem(sys.modules, "ddpdebug.monitor.attach")
+    assert "ddpdebug.monitor.attach" in sys.modules  # the script may have imported what is in it
     assert lightning_plugin.trainer_callbacks() == lightning_plugin.fabric_callbacks() == []
     err = capsys.readouterr().err
     assert said in err if said else err == ""
 
 
 def test_who_is_invited() -> None:
-    """Ranks of the script of `ddpdebug run`, not those that somebody else starts, nor of a script that attaches itself."""
+    """Ranks of the script of `ddpdebug run`, not those that somebody else starts, nor of one that attaches itself."""
 
     class Monitor:
         starts: Any = object()
-        config = Config(every_step=True, out=Path("seen"), threshold={"straggler_share": 0.3})
+        config = Config(every_step=True, out=Path("/seen"), threshold={"straggler_share": 0.3}, ignore=("RANK110",))
         run_id = "abc"
 
     told = launched.invitation(Monitor(), {})  # type: ignore[arg-type]
     assert told is not None
-    settings = {"every_step": True, "out": "seen", "threshold": {"straggler_share": 0.3}}
-    assert json.loads(told) == {"run": "abc", "settings": settings}
+    known = json.loads(told)
+    assert known["run"] == "abc"
+    assert Config.load(known["settings"], {}, Path("/")) == Monitor.config
     assert launched.invitation(Monitor(), {"RANK": "0"}) is None  # type: ignore[arg-type]
     assert launched.invitation(Monitor(), {"LOCAL_RANK": "0"}) is None  # type: ignore[arg-type]
     Monitor.starts = None

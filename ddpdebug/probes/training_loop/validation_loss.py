@@ -107,7 +107,7 @@ class Evaluations:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._forwards = self._evaluated = 0  # of models in eval mode since the last step; the step of the last one
         self._losses: dict[_Line, _Losses] = {}
-        self._newest: tuple[_Losses, torch.Tensor] | None = None
+        self._newest: tuple[_Losses, torch.Tensor, torch.Tensor] | None = None
         self._last: dict[_Line, int] = {}
         self._followed: _Line | None = None
         self._choices = self._left_out = 0
@@ -190,13 +190,19 @@ class Evaluations:
             own.add(loss)
             return
         with internals.aside(), torch.no_grad():
-            self._newest = own, loss.detach()
+            self._newest = own, loss.detach(), loss.detach().clone()
 
     def _read_newest(self) -> None:
-        """Read the newest loss as the script has left it: trainers scale it in place by the number of ranks."""
+        """Read the newest loss as it was computed, or as the script has left it where it is that times the ranks.
+
+        Trainers scale it so in place, to mean it; a sum over the ranks, in place too, is another number.
+        """
         newest, self._newest = self._newest, None
         if newest is not None:
-            newest[0].add(newest[1])
+            own, left, computed = newest
+            with internals.aside(), torch.no_grad():
+                scaled = torch.isclose(left, computed * self._state.world, rtol=1e-6, atol=0.0)
+                own.add(torch.where(scaled, left, computed))
 
     def end(self, _: StepBegan) -> None:
         """An optimizer is about to step: what was computed before is an evaluation, or is not."""

@@ -14,6 +14,7 @@ parser.add_argument("--resume")
 parser.add_argument("--precision", default="32-true")
 parser.add_argument("--fail-on-rank", type=int)
 parser.add_argument("--fabric", action="store_true")
+parser.add_argument("--callback", action="store_true")
 args = parser.parse_args()
 
 
@@ -63,12 +64,16 @@ def digest(tensors):
 
 def train():
     training, validation = data()
-    model = Regression()
+    model, more = Regression(), []
+    if args.callback:
+        from ddpdebug.trainers.lightning import DebugCallback
+
+        more = [DebugCallback(on_finding="raise")]
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=3 if args.resume else 2, accumulate_grad_batches=3,
         gradient_clip_val=1.0, precision=args.precision, logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=".",
-        callbacks=[L.pytorch.callbacks.ModelCheckpoint(dirpath="checkpoints", save_last=True)],
+        callbacks=[L.pytorch.callbacks.ModelCheckpoint(dirpath="checkpoints", save_last=True), *more],
     )
     trainer.fit(model, DataLoader(training, batch_size=8, shuffle=True), DataLoader(validation, batch_size=8), ckpt_path=args.resume)
     tell(
