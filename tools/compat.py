@@ -50,6 +50,7 @@ HEALTHY = (
     *("clean_cnn", "clean_ema", "clean_join_uneven", "clean_post_local", "clean_scaler_first", "clean_static"),
     *("clean_zero_redundancy", "clean_layer_drop", "clean_local_experts", "clean_power_sgd"),
 )
+_HARNESS = "tests/support/"
 _PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "PyYAML")
 
 Row = dict[str, Any]
@@ -94,7 +95,22 @@ def record(inside: Path) -> Row:
         # what is sampled depends on the time that steps take
         words = ["tests/detection/score.py", *words]
         print(_printed(python, *words, DDPDEBUG_EVERY_STEP="1", OMP_NUM_THREADS="1"), flush=True)
-        return {**about, **tests_of(junit.read_text()), "runs": json.loads(found.read_text())}
+        return {**about, **tests_of(junit.read_text()), "runs": placed(json.loads(found.read_text()))}
+
+
+def placed(runs: Mapping[str, Row]) -> dict[str, Row]:
+    """Return the runs with locations as they are in any clone, and without those in what starts the ranks here.
+
+    A rank that has ended its script may still stand there, by chance; as users start one, it is gone.
+    """
+
+    def location(at: str | None) -> str | None:
+        return None if at is None or _HARNESS in at else at.removeprefix(f"{_ROOT}/")
+
+    return {
+        name: {**run, "findings": [[*rest, location(at)] for *rest, at in run["findings"]]}
+        for name, run in runs.items()
+    }
 
 
 def _about(python: str) -> Row:
@@ -191,8 +207,8 @@ def _names() -> list[str]:
         "## Private names of torch",
         "",
         "Each is looked for, and training goes on as without ddpdebug where one is missing. The table is",
-        "`ddpdebug/torch_internals/names.py`; *from* says which torch brought a name that the oldest one here has not.",
-        "The names of autograd's nodes, by which losses are read, stand in `nodes.py` beside it.",
+        "`ddpdebug/torch_internals/names.py`; *from* says which torch is known to have a name that the oldest one here",
+        "has not. The names of autograd's nodes, by which losses are read, stand in `nodes.py` beside it.",
         "",
         "| for | names | from | without them |",
         "|---|---|---|---|",

@@ -43,6 +43,15 @@ def test_the_order_of_findings_is_no_difference_and_a_run_that_lacks_is() -> Non
     assert compat.differences(_runs(x=[]), _runs(x=[], y=[])) == ["y: not run on the other"]
 
 
+def test_locations_are_those_of_any_clone() -> None:
+    """And a rank that has ended its script is nowhere: that it stands in what starts the ranks is chance."""
+    places = [f"{_ROOT}/tests/support/zygote.py:76", f"{_ROOT}/tests/corpus/train.py:7", "train.py:7", None]
+    placed = compat.placed(_runs(x=[["A", 1, [], [], place] for place in places]))
+    assert placed == _runs(
+        x=[["A", 1, [], [], place] for place in (None, "tests/corpus/train.py:7", "train.py:7", None)]
+    )
+
+
 def test_the_page_shows_each_row_and_what_is_not_as_on_the_reference() -> None:
     """By torch, 2.6 before 2.13; with failed tests, wrong runs, other findings and what is missing."""
     wrong = _runs(flip=[])
