@@ -249,9 +249,9 @@ def _accelerators() -> str:
     for index in range(torch.cuda.device_count() if torch.backends.cuda.is_built() else 0):
         about = torch.cuda.get_device_properties(index)
         found.append(f"cuda:{index} {about.name}, {about.total_memory >> 20} MiB")
-    other = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if other is not None and other.type != "cuda":
-        found.append(f"{other.type}, whose memory and times are not read")
+    other = internals.accelerator()
+    if other not in {None, "cuda"}:
+        found.append(f"{other}, whose memory and times are not read")
     return "; ".join(found) or "none: jobs train on the CPU"
 
 

@@ -16,6 +16,7 @@ import torch
 from machine import PATIENCE
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.commands import main
 from ddpdebug.config.settings import Config
 from ddpdebug.instrument.patches import Patches
@@ -110,6 +111,19 @@ def test_accelerators_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
     assert doctor._accelerators() == "cuda:0 Somebody's GPU, 81920 MiB; cuda:1 Somebody's GPU, 81920 MiB"
+
+
+def test_no_accelerator_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.6 raises where it is built for one and none is there."""
+
+    def none() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    internals.accelerator.cache_clear()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert doctor._accelerators() == "none: jobs train on the CPU"
+    internals.accelerator.cache_clear()
 
 
 def test_what_hangs_are_told_by(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
