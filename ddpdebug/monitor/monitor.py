@@ -427,7 +427,7 @@ class Monitor:
 
         At a prompt, and in pytest, which keeps that of a test there, it ended nothing.
         """
-        goes_on = hasattr(sys, "ps1") or "_pytest" in sys.modules
+        goes_on = hasattr(sys, "ps1") or "pytest" in sys.modules
         error = None if goes_on else getattr(sys, "last_value", None)
         if error is None:
             self.close()

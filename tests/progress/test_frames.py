@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import datetime
 import fcntl
 import io
 import linecache
@@ -183,6 +184,7 @@ def store(end: threading.Event) -> None:
     import torch.distributed as dist
 
     kept_store = dist.HashStore()
+    kept_store.set_timeout(datetime.timedelta(days=1))  # an error in five minutes would be that of another test
     kept_store.wait(["never"])
 
 
