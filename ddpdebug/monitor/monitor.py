@@ -428,7 +428,10 @@ class Monitor:
         At a prompt, and in pytest, which keeps that of a test there, it ended nothing.
         """
         goes_on = hasattr(sys, "ps1") or "pytest" in sys.modules
-        error = None if goes_on else getattr(sys, "last_value", None)
+        self.close_by(None if goes_on else getattr(sys, "last_value", None))
+
+    def close_by(self, error: BaseException | None) -> None:
+        """Close because of what has ended the training; None where it came to its end."""
         if error is None:
             self.close()
         elif isinstance(error, StopRun):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config.settings import Config
-from ddpdebug.errors import StopRun, text_of
 from ddpdebug.monitor.attach import current, install
 from ddpdebug.monitor.monitor import Monitor
 
@@ -68,13 +67,5 @@ class Attachment:
     def close(self, error: BaseException | None = None) -> None:
         """End the monitor that was opened here, and no other; `error` is what has ended the training."""
         monitor, self._own = self._own, None
-        if monitor is None:
-            return
-        if error is None:
-            monitor.close()
-        elif isinstance(error, StopRun):
-            monitor.close("stopped")
-        elif isinstance(error, KeyboardInterrupt):
-            monitor.close("interrupted", 130, error)
-        else:
-            monitor.close(f"exception: {text_of(error)}", 1, error)
+        if monitor is not None:
+            monitor.close_by(error)
