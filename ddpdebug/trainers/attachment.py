@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.config.settings import Config
+from ddpdebug.errors import text_of
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.attach import current, install
 from ddpdebug.monitor.monitor import Monitor
 
@@ -40,9 +42,15 @@ class Attachment:
         return {**vars(self), "_own": None}
 
     def open(self) -> None:
-        """Attach, unless this process is attached to."""
-        if self._config is not None and current() is None:
+        """Attach, unless this process is attached to; training goes on without it where that fails."""
+        if self._config is None or current() is not None:
+            return
+        try:
             self._own = install(self._config, command=tuple(sys.argv), late=True)
+        except Exception as error:
+            if is_users(error):  # a signal handler's is the job's
+                raise
+            print(f"ddpdebug: could not attach, training runs without it: {text_of(error)}", file=sys.stderr)
 
     def tell(self, metrics: Mapping[str, Any] | None) -> None:
         """Tell the validation loss out of what an evaluation has measured, by name."""

@@ -39,7 +39,7 @@ class DebugCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Tell the validation loss; of several data sets each is evaluated by itself."""
-        if not self._trains:
+        if not self._trains or not metrics:
             return
         self._metrics.update(metrics)
         if self._val_loss is None or self._val_loss in metrics:

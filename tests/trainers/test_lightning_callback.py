@@ -137,6 +137,19 @@ def test_a_monitor_that_is_there_is_used_and_left(fit: Callable[..., Any], tmp_p
     assert losses == [2.5, 2.5, 0.5]  # and the last evaluation, after which there is no step
 
 
+def test_a_monitor_that_cannot_be_made_ends_no_training(
+    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr("ddpdebug.trainers.attachment.install", fails)
+    assert fit(DebugCallback()).global_step == 6
+    assert "could not attach, training runs without it: OSError: no room" in capsys.readouterr().err
+
+
 def test_a_metric_that_is_not_there_is_said_once(
     fit: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

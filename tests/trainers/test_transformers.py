@@ -209,3 +209,14 @@ def test_each_training_is_a_run(tmp_path: Path) -> None:
     found = [read_run(path)["outcome"] for path in sorted((tmp_path / "ddpdebug-runs").iterdir())]
     reasons = sorted((outcome["reason"], outcome["steps"]["0"]) for outcome in found)
     assert reasons == [("exception: LookupError: no such text", 2), *[("finished", 3)] * 2, ("finished", 4)]
+
+
+def test_an_evaluation_without_metrics_is_none() -> None:
+    """A Trainer's own `evaluate` may call back with nothing."""
+    from ddpdebug.trainers.transformers import DebugCallback
+
+    callback = DebugCallback()
+    callback._trains = True
+    callback.on_evaluate(None, None, None)
+    callback.on_evaluate(None, None, None, metrics={"eval_runtime": 1.0})
+    assert callback._metrics == {"eval_runtime": 1.0}
