@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
+.PHONY: help format lint types test test-slow test-thorough test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -51,10 +51,13 @@ types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
 test: $(STAMP) ## the tests (6 minutes on two cores)
-	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow" --durations=12
+	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow and not thorough" --durations=12
 
 test-slow: $(STAMP) ## the slow ones: hangs, whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
-	$(PYTHON) -m pytest -q $(SPREAD) -m slow --durations=12
+	$(PYTHON) -m pytest -q $(SPREAD) -m "slow and not thorough" --durations=12
+
+test-thorough: $(STAMP) ## before a release: more combinations of what the slow ones prove
+	$(PYTHON) -m pytest -q $(SPREAD) -m thorough --durations=12
 
 retest: $(STAMP) ## as a diagnosis: run the tests that failed last time alone; they have failed all the same
 	$(PYTHON) -m pytest -q --last-failed --last-failed-no-failures none

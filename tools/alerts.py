@@ -43,6 +43,11 @@ _BY_RUN = "max by (run_id, run)"
 _THIS = "run_id=%[1]q"
 #: Not of a run whose ranks have all ended.
 _ALIVE = "and on (run_id) run:ddpdebug_ranks_running:count"
+#: The ranks' pages are read one after the other: until each has been, an alert cannot say which ranks it is about. What
+#: is sent first is not mended before a minute has gone by.
+_EACH_READ = "15s"
+#: ... and then those that tell what has been found come, unless they tell the same.
+_OTHERS_FIRST = "30s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +235,7 @@ def _of_the_ranks() -> Iterator[Alert]:
     yield Alert(
         name="DdpdebugRanksDisagree",
         expr=f'max by (run_id, run) (run_what:ddpdebug_ranks_disagreeing:max{{what!="gradients"}}) > 0 {_ALIVE}',
+        wait=_EACH_READ,
         severity="critical",
         family="RANK",
         summary=_ask(
@@ -258,6 +264,7 @@ def _of_the_ranks() -> Iterator[Alert]:
             '(max by (run_id, run) (run_what:ddpdebug_ranks_disagreeing:max{what="gradients"}) > 0 '
             f"or run:ddpdebug_unsynchronised_steps:increase5m > 0) {_ALIVE}"
         ),
+        wait=_EACH_READ,
         severity="critical",
         family="SYNC",
         summary=_ranks(own, "of {run} steps", "of {run} step", "ranks of {run} step")
@@ -391,6 +398,7 @@ def _of_the_numbers() -> Iterator[Alert]:
             "max by (run_id, run) (run_what:ddpdebug_nonfinite_steps:increase5m) "
             f"> 0.5 + max by (run_id, run) (increase(ddpdebug_skipped_steps_total[5m])) {_ALIVE}"
         ),
+        wait=_EACH_READ,
         severity="critical",
         family="NUM",
         summary="NaN or infinity in {run}" + _ask(origin, ", first on " + _those()),
@@ -515,7 +523,7 @@ def _of_findings() -> Iterator[Alert]:
         yield Alert(
             name=f"DdpdebugFinding{severity.title()}",
             expr=expr,
-            wait="30s" if severity == "critical" else "",  # for the alerts above to come first
+            wait=_OTHERS_FIRST,
             severity=alarm,
             summary="{{ $labels.code }} in {run}" + place,
             description=(

@@ -118,7 +118,14 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode, code, blamed", [("clean", 0, []), ("lr", 1, []), ("raise", 3, [1]), ("kill", 4, [1]), ("after", 3, [])]
+    "mode, code, blamed",
+    [
+        pytest.param("clean", 0, [], marks=pytest.mark.thorough),
+        ("lr", 1, []),
+        ("raise", 3, [1]),
+        ("kill", 4, [1]),
+        pytest.param("after", 3, [], marks=pytest.mark.thorough),
+    ],
 )
 def test_ranks_that_the_script_starts(
     mode: str, code: int, blamed: list[int], command: Command, tmp_path: Path

@@ -120,10 +120,10 @@ _TWO = ("--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--overcommit")
 @pytest.mark.parametrize(
     "mode, layout, code, word",
     [
-        ("clean", _SINGLE, 0, "clean"),
+        pytest.param("clean", _SINGLE, 0, "clean", marks=pytest.mark.thorough),
         ("lr", _SINGLE, 1, "findings"),
         ("clean", _TWO, 0, "clean"),
-        ("lr", _TWO, 1, "findings"),
+        pytest.param("lr", _TWO, 1, "findings", marks=pytest.mark.thorough),
         ("raise", _TWO, 3, "script failed"),
         ("kill", _TWO, 4, "lost rank"),
     ],
@@ -165,7 +165,12 @@ def test_template(
 
 
 @pytest.mark.parametrize(
-    "mode, code, word", [("clean", 0, "clean"), ("lr", 1, "findings"), ("raise", 3, "script failed")]
+    "mode, code, word",
+    [
+        ("clean", 0, "clean"),
+        pytest.param("lr", 1, "findings", marks=pytest.mark.thorough),
+        ("raise", 3, "script failed"),
+    ],
 )
 def test_ranks_started_by_srun(mode: str, code: int, word: str, slurm: dict[str, str], tmp_path: Path) -> None:
     """Without torchrun the ranks' own exit codes come through srun, and one of them writes the verdict."""

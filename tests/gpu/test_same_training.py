@@ -28,7 +28,10 @@ KINDS: dict[str, tuple[int, str]] = {
 }
 _ON_THE_CPU = ("moved", "amp", "compiled")
 _CASES = [pytest.param(kind, "cuda", id=f"cuda-{kind}", marks=pytest.mark.gpu) for kind in KINDS]
-_CASES += [pytest.param(kind, "cpu", id=f"cpu-{kind}", marks=pytest.mark.slow) for kind in _ON_THE_CPU]
+_CASES += [
+    pytest.param(kind, "cpu", id=f"cpu-{kind}", marks=pytest.mark.thorough if kind == "compiled" else pytest.mark.slow)
+    for kind in _ON_THE_CPU
+]
 #: Capture of a DDP asks for that, by torch's notes on CUDA graphs.
 _ENV = {"ddp-graph": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}
 

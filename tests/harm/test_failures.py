@@ -372,8 +372,11 @@ def _ranks(launcher: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "number, rank",
-    [(signal.SIGKILL, 1), (signal.SIGINT, None), (signal.SIGTERM, None)],
-    ids=["a rank is killed", "the launcher is interrupted", "the launcher is terminated"],
+    [
+        pytest.param(signal.SIGKILL, 1, id="a rank is killed"),
+        pytest.param(signal.SIGINT, None, id="the launcher is interrupted", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, None, id="the launcher is terminated"),
+    ],
 )
 def test_launcher(number: int, rank: int | None, launched: Callable[..., int]) -> None:
     """Torch's launcher ends with the same status, has to kill no rank, and no rank is left."""

@@ -57,7 +57,9 @@ def _job(args: list[str], options: list[str] | None, inject: str = "") -> dict[s
     return {"script": "every_entry.py", "args": args, "ranks": 1, "options": options, "inject": {"0": inject}}
 
 
-@pytest.mark.parametrize("args", [[], ["alone"]], ids=["ddp", "alone"])
+@pytest.mark.parametrize(
+    "args", [pytest.param([], id="ddp"), pytest.param(["alone"], id="alone", marks=pytest.mark.thorough)]
+)
 def test_every_entry_may_fail(args: list[str], run_jobs: Run, tmp_path: Path) -> None:
     """Same output (weights, gradients, state, generators) and status, with one more line on stderr."""
     place = tmp_path / "seen.json"

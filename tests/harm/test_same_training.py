@@ -51,7 +51,7 @@ _MODES: dict[str, list[str] | None] = {
 def _cases() -> list[Any]:
     slow = [pytest.mark.slow]
     cases = [pytest.param(name, "every step", marks=[] if name in _ALWAYS else slow) for name in SCRIPTS]
-    return cases + [pytest.param(name, "default", marks=slow) for name in sorted(_SAMPLED)]
+    return cases + [pytest.param(name, "default", marks=pytest.mark.thorough) for name in sorted(_SAMPLED)]
 
 
 @pytest.fixture(scope="module")

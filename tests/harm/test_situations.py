@@ -65,7 +65,7 @@ def test_same(name: str, seen: dict[str, pairs.Pair]) -> None:
     assert pair.differences == [], "\n".join(texts)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", _OVER_A_TREE)
 def test_same_over_a_tree(name: str, seen_over_a_tree: dict[str, pairs.Pair]) -> None:

@@ -1,6 +1,7 @@
 """What is heard of a job when it ends, or falls ill, through the shipped rules and the shipped Alertmanager's settings.
 
-A real Prometheus, a real Alertmanager and a webhook that counts what would wake a person.
+A real Prometheus, a real Alertmanager and a webhook that counts what would wake a person. What happens to one run is a
+function here; several of them run at a time, as most of the time is waiting for what may still come.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.slow, pytest.mark.timeout(1500)]
 HERE = Path(__file__).parent
 DEPLOY = HERE.parent.parent / "deploy"
 #: What a person waits for in minutes; the windows over which is looked back stay as they are.
-_HASTE = {r"for: (?:30s|2m)\b": "for: 15s"}
+_HASTE = {r"for: 15s\b": "for: 5s", r"for: (?:30s|2m)\b": "for: 15s"}
 _HASTE_OF_MANAGER = {r"group_wait: 10s": "group_wait: 5s", r"group_interval: 1m": "group_interval: 5s"}
 #: Alertmanager hears of a second alarm of a run in this time, seconds.
 _SETTLED = 25.0
@@ -152,25 +155,35 @@ class Job:
             self.cancel()
 
 
-@pytest.fixture
-def start(watch: Watch, tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start a job and wait until Prometheus has seen all its ranks step."""
-    jobs: list[Job] = []
+Start = Callable[..., Job]
 
-    def go(how: str, ranks: int = 2) -> Job:
-        job = Job(watch, tmp_path, how, ranks)
-        jobs.append(job)
-        seen = "count(last_over_time({}{{run='{}'}}[1h])) == {}"
+
+class Jobs:
+    """Starts jobs, each with a folder of its own, and ends what is left of them."""
+
+    def __init__(self, watch: Watch, folder: Path) -> None:
+        self._watch, self._folder, self._started = watch, folder, list[Job]()
+
+    def start(self, how: str, ranks: int = 2) -> Job:
+        """Start a job and wait until Prometheus has seen all its ranks step."""
+        folder = self._folder / how
+        folder.mkdir()
+        job = Job(self._watch, folder, how, ranks)
+        self._started.append(job)
         metric = "ddpdebug_run_state" if how == "unchecked" else "ddpdebug_step"
-        watch.prometheus.wait_for(seen.format(metric, how, ranks))
+        self._watch.prometheus.wait_for(f"count(last_over_time({metric}{{run='{how}'}}[1h])) == {ranks}")
         return job
 
-    yield go
-    for job in jobs:
-        job.stop()
+    def stop(self) -> None:
+        """End all."""
+        for job in self._started:
+            job.stop()
 
 
-def test_one_nan_on_four_ranks_is_one_notification(watch: Watch, start: Callable[..., Job]) -> None:
+# --- what happens to a run, and what is heard of it ---------------------------------------------------------------
+
+
+def _one_nan_on_four_ranks_is_one_notification(watch: Watch, start: Start) -> None:
     """Whatever it shows in and however many findings follow; and none more when somebody cancels the job for it."""
     job = start("nan", ranks=4)
     assert until(lambda: watch.webhook.about("nan"), pause=0.5)
@@ -186,15 +199,8 @@ def test_one_nan_on_four_ranks_is_one_notification(watch: Watch, start: Callable
     assert alert["annotations"]["runbook_url"] == "http://docs/runbooks/DdpdebugNonfinite.md"
 
 
-@pytest.mark.parametrize(
-    ("how", "alarm", "words"),
-    [
-        ("failed", "DdpdebugRunFailed", "has failed: ValueError on rank 1"),
-        ("killed", "DdpdebugRunLost", "is lost: rank 1 has ended without a word"),
-    ],
-)
-def test_a_job_that_dies_is_one_notification_that_names_the_cause(
-    how: str, alarm: str, words: str, watch: Watch, start: Callable[..., Job]
+def _a_job_that_dies_is_one_notification_that_names_the_cause(
+    how: str, alarm: str, words: str, watch: Watch, start: Start
 ) -> None:
     """And the rank of which it died, not those that were ended by the launcher or failed for want of it."""
     job = start(how)
@@ -207,7 +213,7 @@ def test_a_job_that_dies_is_one_notification_that_names_the_cause(
     assert alert["annotations"]["summary"] == f"run {how} ({alert['labels']['run_id']}) {words}"
 
 
-def test_a_hang_is_one_notification_that_names_the_rank_and_its_line(watch: Watch, start: Callable[..., Job]) -> None:
+def _a_hang_is_one_notification_that_names_the_rank_and_its_line(watch: Watch, start: Start) -> None:
     """And none more while it lasts, nor when it is over and somebody cancels the job."""
     job = start("hangs")
     assert until(lambda: watch.webhook.about("hangs"), pause=0.5)
@@ -228,7 +234,7 @@ def test_a_hang_is_one_notification_that_names_the_rank_and_its_line(watch: Watc
     assert watch.alarms("hangs") == {"DdpdebugHang"}
 
 
-def test_a_rank_at_work_wakes_nobody(watch: Watch, start: Callable[..., Job]) -> None:
+def _a_rank_at_work_wakes_nobody(watch: Watch, start: Start) -> None:
     """For as long as an evaluation takes, although the others wait for it and that is seen."""
     start("evaluates")
     (found,) = watch.prometheus.wait_for("max by (missing) (ddpdebug_missing_rank{run='evaluates'}) == 1")
@@ -237,7 +243,7 @@ def test_a_rank_at_work_wakes_nobody(watch: Watch, start: Callable[..., Job]) ->
     assert watch.alarms("evaluates") == set()
 
 
-def test_a_critical_finding_that_no_other_alert_tells_of_is_one(watch: Watch, start: Callable[..., Job]) -> None:
+def _a_critical_finding_that_no_other_alert_tells_of_is_one(watch: Watch, start: Start) -> None:
     """Gradients that are equal on all ranks and nobody's mean."""
     start("summed")
     assert until(lambda: watch.webhook.about("summed"), pause=0.5)
@@ -247,17 +253,14 @@ def test_a_critical_finding_that_no_other_alert_tells_of_is_one(watch: Watch, st
     assert f"SYNC204 in run summed ({alert['labels']['run_id']})" in alert["annotations"]["summary"]
 
 
-def test_a_job_of_which_nothing_can_be_checked_says_so(watch: Watch, start: Callable[..., Job]) -> None:
+def _a_job_of_which_nothing_can_be_checked_says_so(watch: Watch, start: Start) -> None:
     """It has no findings, and that means nothing."""
     start("unchecked")
     assert until(lambda: watch.webhook.about("unchecked"), pause=0.5)
     assert "DdpdebugNotChecked" in watch.alarms("unchecked")
 
 
-@pytest.mark.parametrize(("how", "state"), [("finished", 0), ("cancelled", 3)])
-def test_a_job_that_finished_or_was_cancelled_alarms_nobody(
-    how: str, state: int, watch: Watch, start: Callable[..., Job]
-) -> None:
+def _a_job_that_finished_or_was_cancelled_alarms_nobody(how: str, state: int, watch: Watch, start: Start) -> None:
     """Its end is seen, and nothing fires."""
     job = start(how)
     if how == "cancelled":
@@ -267,3 +270,56 @@ def test_a_job_that_finished_or_was_cancelled_alarms_nobody(
     assert watch.webhook.about(how) == []
     assert {name for name in watch.alarms(how) if not name.startswith("DdpdebugFinding")} == set()
     assert list(watch.targets.glob(f"*{how}*")) == []
+
+
+# --- several at a time --------------------------------------------------------------------------------------------
+
+_FLOWS: dict[str, Callable[[Watch, Start], None]] = {
+    "nan": _one_nan_on_four_ranks_is_one_notification,
+    "failed": partial(
+        _a_job_that_dies_is_one_notification_that_names_the_cause,
+        "failed",
+        "DdpdebugRunFailed",
+        "has failed: ValueError on rank 1",
+    ),
+    "killed": partial(
+        _a_job_that_dies_is_one_notification_that_names_the_cause,
+        "killed",
+        "DdpdebugRunLost",
+        "is lost: rank 1 has ended without a word",
+    ),
+    "hangs": _a_hang_is_one_notification_that_names_the_rank_and_its_line,
+    "evaluates": _a_rank_at_work_wakes_nobody,
+    "summed": _a_critical_finding_that_no_other_alert_tells_of_is_one,
+    "unchecked": _a_job_of_which_nothing_can_be_checked_says_so,
+    "finished": partial(_a_job_that_finished_or_was_cancelled_alarms_nobody, "finished", 0),
+    "cancelled": partial(_a_job_that_finished_or_was_cancelled_alarms_nobody, "cancelled", 3),
+}
+#: Two cores start so many jobs in a time in which each is still seen to step.
+_AT_A_TIME = 4
+
+
+def _happens(how: str, watch: Watch, folder: Path) -> None:
+    jobs = Jobs(watch, folder)
+    try:
+        _FLOWS[how](watch, jobs.start)
+    finally:
+        jobs.stop()
+
+
+@pytest.fixture(scope="module")
+def heard(
+    request: pytest.FixtureRequest, watch: Watch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[None]]]:
+    """Let what was selected happen."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    folder = tmp_path_factory.mktemp("jobs")
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        names = [item.callspec.params["how"] for item in items]
+        yield {how: pool.submit(_happens, how, watch, folder) for how in names}
+
+
+@pytest.mark.parametrize("how", _FLOWS)
+def test_what_is_heard_of_a_run(how: str, heard: dict[str, Future[None]]) -> None:
+    """One notification for what is ill, none for what is well."""
+    heard[how].result()

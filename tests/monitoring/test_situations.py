@@ -321,12 +321,13 @@ def test_layers_end_when_the_run_does(look: Any, recorded: Any) -> None:
 
 
 def test_firing_alerts_stand_there_with_their_severity(look: Any) -> None:
-    """None for a run that is well or has ended in order."""
+    """None for a run that is well; of one that ended before its ranks' disagreement could be told, the finding is."""
 
     def fired(name: str) -> dict[str, Shown]:
         return {row["Alert"].text: row["Severity"] for row in look(name).table("overview", "Firing alerts")}
 
-    assert fired("healthy") == fired("waiting") == fired("ended") == {}
+    assert fired("healthy") == fired("waiting") == {}
+    assert fired("ended") == {"DdpdebugFindingCritical": ("critical", RED)}
     assert fired("hung") == {"DdpdebugHang": ("critical", RED)}
     assert fired("disagreeing")["DdpdebugRanksDisagree"] == ("critical", RED)
     assert fired("nan")["DdpdebugNonfinite"] == ("critical", RED)

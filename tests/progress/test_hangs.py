@@ -227,8 +227,13 @@ def test_a_stop_is_found(case: Fault, result: Result) -> None:
     assert _wrong(case, result) == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [FAULTS, OVER_A_TREE], ids=["all", "over_a_tree"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(FAULTS, id="all", marks=pytest.mark.slow),
+        pytest.param(OVER_A_TREE, id="over_a_tree", marks=pytest.mark.thorough),
+    ],
+)
 def test_stops_are_found(cases: tuple[Fault, ...], results: dict[Job, Result]) -> None:
     wrong = {case.name: told for case in cases if (told := _wrong(case, results[case.job()]))}
     print("\n".join(f"{name}: {told}" for name, told in wrong.items()))

@@ -235,29 +235,33 @@ def test_what_is_missing_says_so_where_it_is_used() -> None:
 _JOB = _ROOT / "tests" / "support" / "scripts" / "without_names.py"
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """One training for each name of the table without it, one with all, and one without ddpdebug."""
-    folder = tmp_path_factory.mktemp("names")
-    words = [sys.executable, str(_JOB), str(folder / "results.json")]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
-    return found
+#: Of each feature one name, and all of them.
+_OF_EACH = [*{name.feature.name: name.path for name in names.TABLE if not name.path.startswith("autograd")}.values()]
+_ALL = [name.path for name in names.TABLE if not name.path.startswith("autograd")]
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.jobs
-@pytest.mark.slow
-def test_training_ends_alike_whichever_name_is_missing(jobs: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "gone",
+    [
+        pytest.param(_OF_EACH, id="of each feature one", marks=pytest.mark.slow),
+        pytest.param(_ALL, id="all", marks=pytest.mark.thorough),
+    ],
+)
+def test_training_ends_alike_whichever_name_is_missing(gone: list[str], tmp_path: Path) -> None:
     """Status, output and the bits of the model are those without ddpdebug, steps are seen, and what is off is told."""
+    words = [sys.executable, str(_JOB), str(tmp_path / "results.json"), *gone]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    jobs: dict[str, dict[str, Any]] = json.loads((tmp_path / "results.json").read_text())
     plain = {ranks: jobs.pop(f"plain {ranks}") for ranks in (1, 2)}
     for ranks, alone in plain.items():
         whole = jobs.pop(f"all {ranks}")
         assert (alone["status"], "weights" in str(alone["out"])) == (0, True)
         assert (whole["status"], whole["out"], whole["told"]) == (0, alone["out"], [])
         assert whole["steps"] or ranks > 1
-    assert set(jobs) == {name.path for name in names.TABLE if not name.path.startswith("autograd")}
+    assert set(jobs) == set(gone)
     offs = {name.path: name for name in names.TABLE}
     for path, job in jobs.items():
         assert (job["status"], job["out"]) == (0, plain[job["ranks"]]["out"]), path
