@@ -31,8 +31,28 @@ _OVER_A_TREE = (
 )
 
 
+#: Run by `make test-thorough`: each takes long, and is a variant of one that CI runs.
+_VARIANTS = {
+    "compile_functions_of_evaluation": "compile_evaluation",
+    "compile_later": "compile_model",
+    "environment_bare": "disk_read_only",
+    "exit_hang_stop_waits": "exit_hang_stop_uneven",
+    "exit_text": "exit_exception_hook",
+    "exit_torchrun_codes": "exit_torchrun_interrupt",
+    "process_loader_spawn": "process_spawn_ranks",
+    "process_spawn": "process_spawn_ranks",
+    "process_spawn_killed": "process_spawn_raises",
+    "process_spawn_no_guard": "process_spawn_raises",
+    "python_dev": "python_optimized",
+    "python_identity": "python_optimized",
+    "python_tracemalloc": "python_optimized",
+}
+
+
 def _cases() -> list[object]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if s.slow else []) for name, s in _ALL.items()]
+    marks = {name: [pytest.mark.slow] for name, situation in _ALL.items() if situation.slow}
+    marks |= {name: [pytest.mark.thorough] for name in _VARIANTS}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in _ALL]
 
 
 def _chosen(request: pytest.FixtureRequest, test: str) -> list[pairs.Situation]:
@@ -74,6 +94,12 @@ def test_same_over_a_tree(name: str, seen_over_a_tree: dict[str, pairs.Pair]) ->
     assert all(result["status"] is not None for result in pair.plain), pair.plain
     texts = [result["err"][-4000:] for result in pair.attached]
     assert pair.differences == [], "\n".join(texts)
+
+
+def test_variants_are_situations_of_which_the_other_one_is_run() -> None:
+    """None is left out for one that is left out as well."""
+    assert _VARIANTS.keys() | {*_VARIANTS.values()} <= _ALL.keys()
+    assert not _VARIANTS.keys() & {*_VARIANTS.values()}
 
 
 def test_page_names_each_situation() -> None:
