@@ -9,7 +9,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email import message_from_bytes
 from pathlib import Path
@@ -138,24 +138,23 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
-    """An environment of its own; it is gone afterwards, as it grows to more than a gigabyte."""
-    place = tmp_path_factory.mktemp("environment")
-    _run([sys.executable, "-m", "venv", place], place)
-    work = place / "work"
-    work.mkdir()
-    (work / "job.py").write_text(_JOB)
-    yield Environment(place / "bin", work)
-    shutil.rmtree(place)
+def install(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Environment]]:
+    """Make environments with the interpreter of the tests; they are gone afterwards: each has more than a gigabyte."""
+    folder = tmp_path_factory.mktemp("environments")
 
+    def made(file: Path) -> Environment:
+        place = folder / file.suffix[1:]
+        work = place / "work"
+        _run([sys.executable, "-m", "venv", place], folder)
+        work.mkdir()
+        (work / "job.py").write_text(_JOB)
+        # torch alone has 2,000 modules to compile: those that are imported are compiled then
+        words = ["install", "--quiet", "--no-compile", "--constraint", _ROOT / "constraints.txt"]
+        _run([place / "bin" / "python", "-m", "pip", *words, f"ddpdebug[hub] @ {file.as_uri()}"], work)
+        return Environment(place / "bin", work)
 
-def _install(environment: Environment, file: Path) -> None:
-    """Install a file with what it asks for, in the place of another one."""
-    pip = ("python", "-m", "pip")
-    environment(*pip, "uninstall", "--quiet", "--yes", "ddpdebug")
-    # torch alone has 2,000 modules to compile: those that are imported are compiled then
-    words = ("install", "--quiet", "--no-compile", "--constraint", _ROOT / "constraints.txt")
-    environment(*pip, *words, f"ddpdebug[hub] @ {file.as_uri()}")
+    yield made
+    shutil.rmtree(folder)
 
 
 def _works(installed: Environment) -> None:
@@ -174,14 +173,13 @@ def _works(installed: Environment) -> None:
     assert "step 7 · rank" in found
 
 
-def test_the_wheel_works(environment: Environment, wheel: Path) -> None:
+def test_the_wheel_works(install: Callable[[Path], Environment], wheel: Path) -> None:
     """Where nothing but what it asks for is; and the demo finds what it has broken."""
-    _install(environment, wheel)
-    _works(environment)
-    assert "Both faults were found" in environment("python", _ROOT / "demo" / "demo.py")
+    installed = install(wheel)
+    _works(installed)
+    assert "Both faults were found" in installed("python", _ROOT / "demo" / "demo.py")
 
 
-def test_the_sdist_works(environment: Environment, sdist: Path) -> None:
+def test_the_sdist_works(install: Callable[[Path], Environment], sdist: Path) -> None:
     """As the wheel that is built from it on installing."""
-    _install(environment, sdist)
-    _works(environment)
+    _works(install(sdist))
