@@ -50,7 +50,7 @@ lint: $(STAMP) types ## ruff (all rules, reasons in pyproject.toml), formatting 
 types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
-test: $(STAMP) ## the tests (6 minutes on two cores)
+test: $(STAMP) ## the tests (a quarter of an hour on two cores)
 	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow and not thorough" --durations=12
 
 test-slow: $(STAMP) ## the slow ones: hangs, whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
