@@ -51,7 +51,7 @@ types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
 test: $(STAMP) ## the tests (a quarter of an hour on two cores)
-	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow and not thorough" --durations=12
+	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow" --durations=12
 
 test-slow: $(STAMP) ## the slow ones: hangs, whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
 	$(PYTHON) -m pytest -q $(SPREAD) -m "slow and not thorough" --durations=12

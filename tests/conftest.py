@@ -29,6 +29,12 @@ settings.register_profile(
 settings.load_profile("ddpdebug")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let what is thorough be slow too, wherever the slow ones are left out."""
+    if item.get_closest_marker("thorough") is not None:
+        item.add_marker("slow")
+
+
 @pytest.hookimpl(trylast=True)  # after those that do not run were taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take long, so that none of them goes on alone when all others are through.

@@ -99,7 +99,7 @@ def test_planted_commit_is_found(command: Command, repository: tuple[Path, list[
     assert not (folder / "hook-ran").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_untestable_commits_are_named(command: Command, repository: tuple[Path, list[str]]) -> None:
     """Where the culprit may hide behind a commit that does not build, all that remain are named."""
     folder, commits = repository

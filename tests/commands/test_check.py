@@ -142,7 +142,9 @@ def test_ranks_that_the_script_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode, word", [("lr", "findings"), ("raise", "script failed")])
+@pytest.mark.parametrize(
+    "mode, word", [("lr", "findings"), pytest.param("raise", "script failed", marks=pytest.mark.thorough)]
+)
 def test_under_torchrun(mode: str, word: str, command: Command, tmp_path: Path) -> None:
     """Inside ranks of torchrun, one rank prints and writes the verdict, and the job fails where it is bad."""
     done = command(*_TORCHRUN, "--json", "v.json", SCRIPT, mode, 8)
@@ -204,7 +206,7 @@ def test_hang_under_torchrun(hangs: dict[str, tuple[Path, int, str]]) -> None:
     assert json.loads((folder / "o" / "check.json").read_text(encoding="utf-8"))["hung"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_hang_that_is_over_ends_nothing(command: Command, tmp_path: Path) -> None:
     """A rank that was stopped for eight seconds is a warning in the verdict."""
     script = Path(__file__).parent.parent / "progress" / "scripts" / "stops.py"

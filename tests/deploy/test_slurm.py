@@ -124,7 +124,7 @@ _TWO = ("--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--overcommit")
         ("lr", _SINGLE, 1, "findings"),
         ("clean", _TWO, 0, "clean"),
         pytest.param("lr", _TWO, 1, "findings", marks=pytest.mark.thorough),
-        ("raise", _TWO, 3, "script failed"),
+        pytest.param("raise", _TWO, 3, "script failed", marks=pytest.mark.thorough),
         ("kill", _TWO, 4, "lost rank"),
     ],
 )

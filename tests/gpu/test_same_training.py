@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[int, str]] = {
 _ON_THE_CPU = ("moved", "amp", "compiled")
 _CASES = [pytest.param(kind, "cuda", id=f"cuda-{kind}", marks=pytest.mark.gpu) for kind in KINDS]
 _CASES += [
-    pytest.param(kind, "cpu", id=f"cpu-{kind}", marks=pytest.mark.thorough if kind == "compiled" else pytest.mark.slow)
+    pytest.param(kind, "cpu", id=f"cpu-{kind}", marks=pytest.mark.slow if kind == "moved" else pytest.mark.thorough)
     for kind in _ON_THE_CPU
 ]
 #: Capture of a DDP asks for that, by torch's notes on CUDA graphs.
@@ -72,6 +72,7 @@ def test_training_is_the_same(
         assert all("raises:" in job.text for job in done)
 
 
+@pytest.mark.thorough
 @pytest.mark.jobs
 def test_two_ranks_share_a_device(
     device: str, train: Callable[..., Any], compare: Callable[..., Any], checked: Callable[[Any], None]
@@ -82,6 +83,7 @@ def test_two_ranks_share_a_device(
     checked(done[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.jobs
 def test_the_times_are_those_of_the_device(device: str, train: Callable[..., Any]) -> None:
     """From the second checked step on each phase has one, and together they are no longer than the step."""

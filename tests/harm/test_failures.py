@@ -375,7 +375,7 @@ def _ranks(launcher: int) -> list[int]:
     [
         pytest.param(signal.SIGKILL, 1, id="a rank is killed"),
         pytest.param(signal.SIGINT, None, id="the launcher is interrupted", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, None, id="the launcher is terminated"),
+        pytest.param(signal.SIGTERM, None, id="the launcher is terminated", marks=pytest.mark.thorough),
     ],
 )
 def test_launcher(number: int, rank: int | None, launched: Callable[..., int]) -> None:

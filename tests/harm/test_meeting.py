@@ -160,7 +160,20 @@ def done(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]], tmp_path_
     return {name: (plains[id(CASES[name][0])], watched[name], folders[name]) for name in names}
 
 
-@pytest.mark.parametrize("name", CASES)
+#: One more way into what another one shows: run by `make test-thorough`.
+_VARIANTS = {
+    "another torch",
+    "version 0.1.0 on rank 0",
+    "another budget",
+    "a rank gives up, over a tree",
+    "nonsense for rows, over a tree",
+    "what JSON cannot say",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in _VARIANTS else []) for name in CASES]
+)
 def test_the_job_is_the_same_and_it_is_said(name: str, done: dict[str, Any], compare: Callable[..., list[str]]) -> None:
     """Bits, output and status as without ddpdebug; one line names what is off; what can be compared is compared."""
     plain, watched, folder = done[name]

@@ -192,8 +192,8 @@ for step in range(100_000):
     ("how", "state", "outcome", "cause"),
     [
         ("nan", 4, "findings", "NUM305"),  # ends itself, before anybody may have looked at it
-        ("killed", 5, "lost", "SIGKILL"),
-        ("cancelled", 3, "cancelled", "SIGTERM"),
+        pytest.param("killed", 5, "lost", "SIGKILL", marks=pytest.mark.thorough),
+        pytest.param("cancelled", 3, "cancelled", "SIGTERM", marks=pytest.mark.thorough),
     ],
 )
 def test_how_a_run_has_ended_is_seen(

@@ -90,6 +90,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, names: dict[str, str], words: t
     assert [(found["code"], found["ranks"]) for found in outcome.findings[:1]] == [("RANK104", [2])], outcome.text
 
 
+@pytest.mark.thorough
 def test_the_first_host_reaches_the_store_by_loopback(tmp_path: Path) -> None:
     """As where `/etc/hosts` gives a host's own name a loopback address: the others reach it by another."""
     with hosts(2, names={"first": "10.77.0.1", "own": "127.0.1.1"}) as at:
