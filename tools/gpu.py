@@ -157,8 +157,8 @@ def page(record: Record | None) -> str:
         "",
         "## What the machine without a GPU shows",
         "",
-        "- The scripts of `tests/gpu` run on the CPU, plain and attached (`make test-slow test-thorough`): what is left",
-        "  to a GPU is the device, its streams and its libraries.",
+        "- The scripts of `tests/gpu` run on the CPU, plain and attached (`make test-slow test-thorough`). A GPU adds",
+        "  the device, its streams and its libraries.",
         "- The kernel runs in Triton's interpreter (`make triton`), with the numbers of torch's operations.",
         "- A capture is known by wrappers of `CUDAGraph.capture_begin` and `capture_end`, which a test calls by hand.",
     ]
