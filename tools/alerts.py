@@ -234,7 +234,7 @@ def _of_the_ranks() -> Iterator[Alert]:
     what = _ask(f'max by (what) (ddpdebug_ranks_disagreeing{{{_THIS}, what!="gradients"}}) > 0', _listing("what"))
     yield Alert(
         name="DdpdebugRanksDisagree",
-        expr=f'max by (run_id, run) (run_what:ddpdebug_ranks_disagreeing:max{{what!="gradients"}}) > 0 {_ALIVE}',
+        expr=f'max by (run_id, run) (ddpdebug_ranks_disagreeing{{what!="gradients"}}) > 0 {_ALIVE}',
         wait=_EACH_READ,
         severity="critical",
         family="RANK",
@@ -261,8 +261,8 @@ def _of_the_ranks() -> Iterator[Alert]:
     yield Alert(
         name="DdpdebugUnsynchronisedGradients",
         expr=(
-            '(max by (run_id, run) (run_what:ddpdebug_ranks_disagreeing:max{what="gradients"}) > 0 '
-            f"or run:ddpdebug_unsynchronised_steps:increase5m > 0) {_ALIVE}"
+            '(max by (run_id, run) (ddpdebug_ranks_disagreeing{what="gradients"}) > 0 '
+            f"or max by (run_id, run) (increase(ddpdebug_unsynchronised_steps_total[5m])) > 0) {_ALIVE}"
         ),
         wait=_EACH_READ,
         severity="critical",
@@ -395,7 +395,7 @@ def _of_the_numbers() -> Iterator[Alert]:
     yield Alert(
         name="DdpdebugNonfinite",
         expr=(
-            "max by (run_id, run) (run_what:ddpdebug_nonfinite_steps:increase5m) "
+            "max by (run_id, run) (increase(ddpdebug_nonfinite_steps_total[5m])) "
             f"> 0.5 + max by (run_id, run) (increase(ddpdebug_skipped_steps_total[5m])) {_ALIVE}"
         ),
         wait=_EACH_READ,
@@ -494,7 +494,9 @@ def _of_the_machine() -> Iterator[Alert]:
 def _of_findings() -> Iterator[Alert]:
     """Yield the alerts that tell of findings that no alert above has told of in other words."""
     told = 'max_over_time(ALERTS{alertstate="firing", alertname=~"%s"}[15m])'
-    specific = told % "Ddpdebug(Nonfinite|RanksDisagree|UnsynchronisedGradients)"
+    others = "Ddpdebug(Nonfinite|RanksDisagree|UnsynchronisedGradients)"
+    # what is about to be told as well: rules may be evaluated once a minute only, and then all that wait come together
+    specific = f'({told % others} or ALERTS{{alertstate="pending", alertname=~"{others}"}})'
     slow = told % "DdpdebugStraggler"
     over = told % "DdpdebugRun(Failed|Lost)"
     words = {

@@ -46,6 +46,7 @@ class DumpTimer:
         self._pid = 0
         self._wanted: tuple[float, IO[Any]] | None = None  # moment of the monotonic clock, and file
         self._is_set = False
+        self._is_lost = False  # to the script, for as long as the process lives
         self._handle: Callable[[], _Handle | None] = lambda: None
 
     def set(self, moment: float, file: IO[Any]) -> bool:
@@ -60,11 +61,13 @@ class DumpTimer:
             return self._arm()
 
     def _begin(self) -> None:
-        self._pid, self._wanted, self._is_set = os.getpid(), None, False
+        self._pid, self._wanted, self._is_set, self._is_lost = os.getpid(), None, False, False
 
     def _is_others(self) -> bool:
         """Return whether somebody else uses the timer, or has taken it from us."""
-        return self._handle() is None if self._is_set else _may_be_set()
+        if self._is_set and self._handle() is None:
+            self._wanted, self._is_set, self._is_lost = None, False, True
+        return self._is_lost or not self._is_set and _may_be_set()
 
     def _arm(self) -> bool:
         assert self._wanted is not None
@@ -87,11 +90,8 @@ class DumpTimer:
         A child does not have the thread, and would wait for it without end: as it ends, or where it sets its own.
         """
         self._held = self._changing.acquire(timeout=_PATIENCE_SECONDS)
-        if self._pid == os.getpid() and self._is_set:
-            if self._is_others():
-                self._wanted, self._is_set = None, False
-            else:
-                faulthandler.cancel_dump_traceback_later()
+        if self._pid == os.getpid() and self._is_set and not self._is_others():
+            faulthandler.cancel_dump_traceback_later()
 
     def go_on(self) -> None:
         """Set the timer again in the parent; what has been written is not written again."""

@@ -30,11 +30,14 @@ faulthandler.dump_traceback_later(1.0, file=theirs)
 if os.fork() == 0: os._exit(0)
 assert not TIMER.set(time.monotonic() + 0.1, ours)
 wait(theirs)
+time.sleep(0.2)  # its thread has ended, and nothing in the process shows that the timer is the script's
+assert not TIMER.set(time.monotonic() + 0.1, ours)
 """,
     "cancelled by the script": """
 assert TIMER.set(time.monotonic() + 0.5, ours)
 faulthandler.cancel_dump_traceback_later()
 if os.fork() == 0: os._exit(0)
+assert not TIMER.set(time.monotonic() + 0.5, ours)
 time.sleep(1.5)
 assert not size(ours)
 """,
