@@ -67,7 +67,7 @@ class DumpTimer:
         """Return whether somebody else uses the timer, or has taken it from us."""
         if self._is_set and self._handle() is None:
             self._wanted, self._is_set, self._is_lost = None, False, True
-        return self._is_lost or not self._is_set and _may_be_set()
+        return self._is_lost or (not self._is_set and _may_be_set())
 
     def _arm(self) -> bool:
         assert self._wanted is not None

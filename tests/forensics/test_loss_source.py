@@ -206,6 +206,16 @@ def in_a_loop(case: Case) -> None:
     loss.backward()
 
 
+def beside_an_optimizer(case: Case) -> None:
+    """Optimizers multiply as well, and so may what follows on the line of backward."""
+    output = case.run()
+    optimizer = torch.optim.SGD(case.model.parameters(), 0.1)
+    loss = output.square().mean()
+    if output.numel():
+        loss = loss * float("nan")  # not a number
+    optimizer.zero_grad(), Loss(loss, case).backward(), optimizer.step(), loss * 2  # type: ignore[func-returns-value]
+
+
 def in_a_trainers_step(case: Case) -> None:
     """The loss is returned to a trainer, which calls backward; the user's code only calls the trainer."""
     trainer: dict[str, Any] = {"Loss": Loss}
@@ -236,6 +246,7 @@ def in_a_trainers_step(case: Case) -> None:
         (own_function, "StraightBackward", "own function"),
         (partly_bound, "LogBackward0", "log of entropy"),
         (in_a_loop, "DivBackward0", "one that is empty"),
+        (beside_an_optimizer, "MulBackward0", "not a number"),
         (in_a_trainers_step, "LogBackward0", "log of nothing"),
     ],
 )

@@ -107,7 +107,7 @@ def _written(frame: FrameType | None, models: Collection[object], called_at: tup
         first = _loop_start(scope, last)
         if called_at is not None and called_at[0] == frame.f_code.co_filename and first <= called_at[1] <= last:
             first = called_at[1] if scope_at(tree, called_at[1]) is scope else first
-        reader = Reader(models)
+        reader = Reader(models, call)
         reader.frame(frame.f_code, frame.f_globals, local_values(frame), scope, (first, last))
         return reader.found
     return []

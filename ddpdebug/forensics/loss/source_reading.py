@@ -126,11 +126,13 @@ class Reader:
 
     Args:
         models: objects whose call makes everything before it forgotten.
+        until: the call at which reading ends, once what it is called with has been read.
     """
 
-    def __init__(self, models: Collection[object]) -> None:
+    def __init__(self, models: Collection[object], until: ast.Call | None = None) -> None:
         self.found: list[Written] = []
         self._reads = 0
+        self._until, self._is_over = until, False
         self._models = {id(model) for model in models}
 
     def frame(
@@ -174,7 +176,7 @@ class Reader:
                 self.found += more if 2 * len(more) < _MAX_FOUND else ()
 
     def _visit(self, node: ast.AST, context: Context) -> None:
-        if len(self.found) >= _MAX_FOUND:
+        if self._is_over or len(self.found) >= _MAX_FOUND:
             return
         match node:
             case ast.Call():
@@ -205,6 +207,9 @@ class Reader:
     def _call(self, node: ast.Call, context: Context) -> None:
         for child in ast.iter_child_nodes(node):
             self._visit(child, context)
+        if node is self._until:
+            self._is_over = True
+            return
         target = self._resolve(node.func, context)
         if id(target) in self._models:
             self.found = []  # what came before belongs to the model's graph
@@ -216,6 +221,8 @@ class Reader:
             self._inline(target, context._replace(names=inner, function=target.name, depth=context.depth + 1))
             return
         function, owner = _function(target)
+        if issubclass(type(owner), torch.optim.Optimizer):
+            return  # it is no part of a loss
         if function is None or not self._read(function, owner, node, context):
             self._add(kinds_of_call(_name(node.func), self._base(node.func, context)), node.func, context)
 
