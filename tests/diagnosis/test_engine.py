@@ -691,7 +691,7 @@ def test_the_hash_seed_does_not_matter() -> None:
             check=True,
             text=True,
         ).stdout
-        for seed in ("0", "1", "4711")
+        for seed in ("0", "4711")
     }
     assert len(outputs) == 1
     assert "RANK101" in outputs.pop()

@@ -43,6 +43,7 @@ _VARIANTS = {
     "process_spawn": "process_spawn_ranks",
     "process_spawn_killed": "process_spawn_raises",
     "process_spawn_no_guard": "process_spawn_raises",
+    "process_spawn_ways": "process_spawn_ranks",
     "python_dev": "python_optimized",
     "python_identity": "python_optimized",
     "python_tracemalloc": "python_optimized",

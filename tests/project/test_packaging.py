@@ -180,6 +180,7 @@ def test_the_wheel_works(install: Callable[[Path], Environment], wheel: Path) ->
     assert "Both faults were found" in installed("python", _ROOT / "demo" / "demo.py")
 
 
+@pytest.mark.thorough  # the wheel was built from it
 def test_the_sdist_works(install: Callable[[Path], Environment], sdist: Path) -> None:
     """As the wheel that is built from it on installing."""
     _works(install(sdist))

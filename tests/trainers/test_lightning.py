@@ -38,6 +38,8 @@ _JOBS: dict[str, tuple[list[str], list[str]]] = {
     "plain fabric": ([], ["--fabric"]),
 }
 
+_FABRIC = pytest.param("fabric", marks=pytest.mark.thorough)  # the same entry point as the Trainer's
+
 
 @dataclass(frozen=True)
 class Job:
@@ -64,10 +66,16 @@ def _run(folder: Path, before: list[str], after: list[str]) -> Job:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
-    """Run a job once, two of them at a time."""
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """Run what is selected once, two of them at a time."""
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    fabric = any(item.get_closest_marker("thorough") for item in here)
     pool = ThreadPoolExecutor(2)
-    running = {name: pool.submit(_run, tmp_path_factory.mktemp("lightning"), *words) for name, words in _JOBS.items()}
+    running = {
+        name: pool.submit(_run, tmp_path_factory.mktemp("lightning"), *words)
+        for name, words in _JOBS.items()
+        if fabric or "fabric" not in name
+    }
 
     @cache
     def done(name: str) -> Job:
@@ -76,7 +84,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
     return done
 
 
-@pytest.mark.parametrize("attached, plain", [("run", "plain"), ("bf16", "plain bf16"), ("fabric", "plain fabric")])
+@pytest.mark.parametrize(
+    "attached, plain",
+    [("run", "plain"), ("bf16", "plain bf16"), pytest.param("fabric", "plain fabric", marks=pytest.mark.thorough)],
+)
 def test_training_is_the_same(job: Callable[[str], Job], attached: str, plain: str) -> None:
     """Weights, optimizer, losses and random numbers of both ranks, to the bit; only the callback has come."""
     one, other = job(attached), job(plain)
@@ -100,7 +111,7 @@ def test_checkpoints_are_the_same(job: Callable[[str], Job]) -> None:
     assert not any("ddpdebug" in str(value) for value in one.values() if not isinstance(value, dict))
 
 
-@pytest.mark.parametrize("name", ["run", "bf16", "fabric", "callback too"])
+@pytest.mark.parametrize("name", ["run", "bf16", _FABRIC, "callback too"])
 def test_all_ranks_are_compared(job: Callable[[str], Job], name: str) -> None:
     """Also the one that Lightning has started as a process of its own; nothing is found in what is healthy."""
     run = read_run(job(name).seen)
@@ -153,7 +164,7 @@ def test_a_run_that_goes_on_from_a_checkpoint(job: Callable[[str], Job], tmp_pat
     assert [finding.code for finding in read_findings(attached.seen)] == []
 
 
-@pytest.mark.parametrize("name", ["stops", "fabric stops"])
+@pytest.mark.parametrize("name", ["stops", pytest.param("fabric stops", marks=pytest.mark.thorough)])
 def test_a_check_stops_all_ranks_at_the_same_step(job: Callable[[str], Job], name: str) -> None:
     """The rank that Lightning has started ends well too, so that nobody is told of a lost one."""
     assert job(name).status == 0, job(name).text
