@@ -23,7 +23,14 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BackwardBegan, BatchDelivered, Bus, EpochEnded, ForwardBegan
+from ddpdebug.probes.training_events import (
+    BackwardBegan,
+    BatchDelivered,
+    Bus,
+    CollectiveBegan,
+    EpochEnded,
+    ForwardBegan,
+)
 from ddpdebug.schema.progress import BUFFERS, DATA_ENDED, REDUCTIONS, Noted, note_of
 
 #: Notes that are kept in memory.
@@ -98,7 +105,7 @@ class CollectiveNotes:
     """The notes of one process."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
-        self._state, self._entries = state, entries_of(guard)
+        self._bus, self._state, self._entries = bus, state, entries_of(guard)
         self._write: Callable[[str], None] | None = None
         self._kept: deque[str] = deque(maxlen=_KEPT)
         self._numbers: dict[str, _Numbers] = {}
@@ -162,6 +169,7 @@ class CollectiveNotes:
     def _begins(self) -> None:
         """Let the clock stand still in the thread that trains, until the function ends."""
         if self._entries.threads.watched() == threading.get_ident():
+            self._bus.emit(CollectiveBegan())
             self._state.clock.stop()
 
     def _forward(self, event: ForwardBegan) -> None:

@@ -35,8 +35,8 @@
         model.load_state_dict(...)               Paused, Loaded
 
 A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead. Beside the loop:
-DDPBuilds, DDPBuilt, NoSyncEntered, HookRegistered, OptimizerBuilt, OptimizerEnded, SchedulerBuilt, Gathered, Averaged,
-SubsetMade, GroupEnds.
+DDPBuilds, DDPBuilt, NoSyncEntered, HookRegistered, OptimizerBuilt, OptimizerEnded, SchedulerBuilt, CollectiveBegan,
+Gathered, Averaged, SubsetMade, GroupEnds.
 
 `instrument/patches.py` emits what torch is called for, each event once; events that are indented further are emitted by
 the probe that knows them. A probe subscribes in its constructor. Each subscriber runs under the guard with a part of
@@ -317,6 +317,11 @@ class ValuesClipped(Event):
 @dataclass(frozen=True, slots=True)
 class ScalerSteps(Event):
     """`GradScaler.step` is called, and unscales what was not unscaled before."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveBegan(Event):
+    """A function of `torch.distributed` by which ranks communicate is about to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 
 from ddpdebug.ci.publish import judge_directory
 from ddpdebug.ci.verdict import Word
-from ddpdebug.run_directory.reader import read_findings
+from ddpdebug.run_directory.reader import read_findings, read_rows
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
@@ -106,3 +106,42 @@ def test_a_missing_loss_is_said_once(results: dict[str, Any], name: str) -> None
     gaps = json.loads((directory / "run.json").read_text())["coverage"]["gaps"]
     assert [(gap["text"], gap["weight"]) for gap in gaps] == [("no validation loss was seen in 17 evaluations", "note")]
     assert judge_directory(directory, None, "error", require_checks=True).word is Word.CLEAN
+
+
+_SUMMED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, criterion = nn.parallel.DistributedDataParallel(nn.Linear(8, 1)), nn.MSELoss()
+opt, gen = torch.optim.SGD(model.parameters(), lr=0.01), torch.Generator().manual_seed(dist.get_rank())
+samples = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(7))
+for step in range(11):
+    criterion(model(torch.randn(4, 8, generator=gen)), torch.ones(4, 1)).backward()
+    opt.step(); opt.zero_grad()
+    if step == 9:
+        model.eval()
+        with torch.no_grad():
+            own = []
+            for x in samples:
+                loss = criterion(model(x), torch.ones(4, 1))
+                own.append(loss.item())
+                dist.all_reduce(loss)
+        model.train()
+        if dist.get_rank() == 0:
+            print(sum(own) / 2, loss.item() / own[-1])
+dist.destroy_process_group()
+"""
+
+
+def test_a_sum_over_the_ranks_is_another_number(run_jobs: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Also where all have evaluated the same, so that it is their number times as much."""
+    (tmp_path / "script.py").write_text(_SUMMED)
+    job = {"script": str(tmp_path / "script.py"), "cwd": str(tmp_path), "args": [], "ranks": 2, "options": _OPTIONS}
+    first, second = run_jobs([job])[0]
+    assert (first["status"], second["status"]) == (0, 0), first["err"]
+    mean, times = map(float, first["out"].split())
+    assert times == pytest.approx(2)
+    rows = [row for row in read_rows(tmp_path / "o") if row.val_loss == row.val_loss]
+    assert {row.rank: row.val_loss for row in rows} == pytest.approx({0: mean, 1: mean})

@@ -22,7 +22,15 @@ from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.record import SinceLastStep, StepRecord, encode_row
-from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded, Tensors
+from ddpdebug.probes.training_events import (
+    Bus,
+    CollectiveBegan,
+    ForwardBegan,
+    ModuleForwardBegan,
+    StepBegan,
+    StepEnded,
+    Tensors,
+)
 from ddpdebug.probes.training_loop.validation_loss import Evaluations, loss_in
 from ddpdebug.schema.announcements import ValidationLine
 from ddpdebug.schema.row import Flag, Row, decode
@@ -239,6 +247,20 @@ def test_a_loss_counts_as_the_script_means_it(change: Callable[[torch.Tensor], o
     assert told(script.train()) == [mean]
     assert [fact.batches for fact in script.facts] == [2]
     script.evaluations.release()
+
+
+def test_the_sum_over_ranks_that_evaluate_the_same_is_not_their_loss() -> None:
+    """Though it is the number of ranks times as much; a scaling before it counts."""
+    script = evaluating()
+    script.train(5)
+    with torch.no_grad():
+        for scale in (1, 2, 1):
+            loss = torch.tensor(6.0)
+            script.evaluations.look(loss, "by a test")
+            loss *= scale
+            script.bus.emit(CollectiveBegan())
+            loss *= 2
+    assert told(script.train()) == [8.0]
 
 
 def test_what_comes_at_every_step_is_no_evaluation() -> None:

@@ -27,7 +27,7 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Bus, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded
+from ddpdebug.probes.training_events import Bus, CollectiveBegan, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
 from ddpdebug.schema.announcements import Announcement, TrainModeValidation, ValidationLine
 
@@ -116,6 +116,7 @@ class Evaluations:
         bus.on("probe:evaluation", StepEnded, self.begin)
         bus.on("probe:evaluation", ForwardBegan, self._forward)
         bus.on("probe:evaluation", ModuleForwardBegan, self._train)
+        bus.on("probe:evaluation", CollectiveBegan, lambda _: self._read_newest())
 
     # --- when to look -------------------------------------------------------------------------------------------------
 
@@ -195,7 +196,8 @@ class Evaluations:
     def _read_newest(self) -> None:
         """Read the newest loss as it was computed, or as the script has left it where it is that times the ranks.
 
-        Trainers scale it so in place, to mean it; a sum over the ranks, in place too, is another number.
+        Trainers scale it so in place, to mean it. Collectives are looked at before they change it: the sum over ranks
+        that have evaluated the same is that number as well.
         """
         newest, self._newest = self._newest, None
         if newest is not None:
