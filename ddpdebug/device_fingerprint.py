@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ddpdebug.fingerprint import CHUNK_WORDS, MASK, signed, weights_of, words_of
+from ddpdebug.isolation.user_code import is_users
 
 #: Words of one tile. A chunk of the weights is a whole number of tiles, so that a tile has one chunk's weight.
 TILE = 4096
@@ -50,18 +51,31 @@ def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     The values are not those of `fingerprint`: compare like with like. All tensors are dense and on one device. A sum
     that happens to be 0 is left so: to replace it there would be two more launches.
     """
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
     with torch.no_grad():
-        if not tensors:
-            return torch.empty(0, dtype=torch.int64)
-        words = [words_of(tensor) for tensor in tensors]
-        launch = _launch() if words[0].is_cuda and not _KERNEL.given_up else None
-        return by_torch(words) if launch is None else fused(words, launch)
+        launch = _launch() if tensors[0].is_cuda and not _KERNEL.given_up else None
+        if launch is None:
+            return by_torch(tensors)
+        blocks = [words_of(tensor) for tensor in tensors if tensor.is_contiguous()]
+        try:
+            sums = fused(blocks, launch) if blocks else torch.empty(0)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) or is_users(error):
+                raise
+            _KERNEL.given_up = True
+            return by_torch(tensors)
+        if len(blocks) == len(tensors):
+            return sums
+        known = iter(sums.unbind())
+        return torch.stack([next(known) if tensor.is_contiguous() else by_torch([tensor])[0] for tensor in tensors])
 
 
-def by_torch(words: Sequence[Tensor]) -> Tensor:
-    """Return the sums of flat tensors of words, by operations of torch."""
-    weights = weights_of(min(max(len(flat) for flat in words), CHUNK_WORDS), words[0].device)
-    return torch.stack([_weighted_sum(flat, weights) for flat in words])
+def by_torch(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the same sums by operations of torch: one copy at a time of tensors that are no block of memory."""
+    most = max(tensor.nbytes // min(tensor.itemsize, 4) for tensor in tensors)
+    weights = weights_of(min(most, CHUNK_WORDS), tensors[0].device)
+    return torch.stack([_weighted_sum(words_of(tensor), weights) for tensor in tensors])
 
 
 def fused(words: Sequence[Tensor], launch: Launch) -> Tensor:
@@ -115,10 +129,9 @@ def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def give_up_kernel() -> bool:
-    """Go on with operations of torch; return whether the kernel was in use until now."""
-    given_up, _KERNEL.given_up = _KERNEL.given_up, True
-    return not given_up and _launch() is not None
+def forget_tables() -> None:
+    """Give back the memory of the tables that are kept on devices."""
+    _TABLES.clear()
 
 
 class _Kernel:
@@ -132,9 +145,11 @@ _KERNEL = _Kernel()
 
 @functools.cache
 def _launch() -> Launch | None:
-    """Return the kernel's launch; None where Triton is not there."""
+    """Return the kernel's launch; None where Triton is not there, or cannot be loaded."""
     try:
         from ddpdebug.triton_kernels import launch  # noqa: PLC0415 - loads Triton, which a job on CPUs does not need
-    except ImportError:
+    except Exception as error:
+        if is_users(error):
+            raise
         return None
     return launch

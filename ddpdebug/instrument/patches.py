@@ -36,10 +36,11 @@ def watch_saved_hooks(entries: Entries) -> None:
     """Have it noted where hooks are put on saved tensors: before torch 2.12 a node does not tell."""
     why, part = "hooks of yours on saved tensors, which must not be run by looking at these", "saved hooks"
     contexts, hooks = torch.autograd.graph.saved_tensors_hooks, saved_hooks
+    before = len(entries.left_out)
     entries.patch(contexts, "__enter__", why, before=[(part, hooks.entered)], failed=[(part, hooks.left)])
     entries.patch(contexts, "__exit__", why, after=[(part, hooks.left)])
     entries.patch(internals.SavedTensor, "register_hooks", why, before=[(part, hooks.registered)])
-    if not entries.left_out:
+    if len(entries.left_out) == before:
         entries.guard.run(part, hooks.begin)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ddpdebug.device_fingerprint import forget_tables
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.forensics.loss.dropout_calls import dropout_calls
 from ddpdebug.forensics.target_leak import Leaks
@@ -140,6 +141,7 @@ class Probes:
             evaluations=self.evaluations,
             functions=validation_loss == "functions",
         )
+        guard.when_cut(self.digests.cut)
         guard.when_cut(self.entries.tidy)  # after the others: it takes away what they have left in place
 
     def _stop_here(self) -> None:
@@ -169,3 +171,5 @@ class Probes:
         self.replicas.release()
         self.draws.release()
         self.captures.clear()
+        self.device_clock.release()
+        forget_tables()

@@ -247,8 +247,12 @@ def _machine() -> Iterable[Check]:
 def _accelerators() -> str:
     found = []
     for index in range(torch.cuda.device_count() if torch.backends.cuda.is_built() else 0):
-        about = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {about.name}, {about.total_memory >> 20} MiB")
+        try:
+            about = torch.cuda.get_device_properties(index)
+        except RuntimeError as error:  # the driver counts it, and CUDA cannot be used
+            found.append(f"cuda:{index}, which cannot be used: {text_of(error)}")
+        else:
+            found.append(f"cuda:{index} {about.name}, {about.total_memory >> 20} MiB")
     other = internals.accelerator()
     if other not in {None, "cuda"}:
         found.append(f"{other}, whose memory and times are not read")

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ddpdebug import fingerprint
-from ddpdebug.device_fingerprint import device_fingerprints, give_up_kernel
-from ddpdebug.isolation.user_code import is_users
+from ddpdebug.device_fingerprint import device_fingerprints
 
 #: Something that yields numbers when they are needed; calling it may wait for the device, so only off the hot path.
 Later = Callable[[], list[int]]
@@ -97,16 +96,6 @@ def sampled(tensor: torch.Tensor, limit: int) -> tuple[LaterOne, bool]:
     return _Sampled(piece, finish), is_sample
 
 
-def _fingerprinted(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return their fingerprints; where the kernel cannot be compiled or launched, by torch, which gives the same."""
-    try:
-        return device_fingerprints(tensors)
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or is_users(error) or not give_up_kernel():
-            raise
-    return device_fingerprints(tensors)
-
-
 def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
     """Fingerprint tensors where they are; None has the digest 0. CPU tensors are read now, others asynchronously."""
     if all(t is None or t.device.type == "cpu" for t in tensors):
@@ -123,7 +112,7 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
             for (i, _), value in zip(some, fingerprint.fingerprints([tensor for _, tensor in some]), strict=True):
                 found[i] = value
         else:
-            host, wait = _detached_copy(_fingerprinted([tensor for _, tensor in some]))
+            host, wait = _detached_copy(device_fingerprints([tensor for _, tensor in some]))
             copies.append(([i for i, _ in some], host, wait))
     return functools.partial(_read, found, copies)  # holds no tensor of the job: it is read late, and kept for longer
 

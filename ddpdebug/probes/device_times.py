@@ -220,6 +220,12 @@ class DeviceClock:
         captures.change(-1)
         if self._device is not None:
             self._device.capture(-1)
+        self._guard.cut()  # gradients that have arrived meanwhile belong to no backward that is seen
+
+    def release(self) -> None:
+        """Forget captures whose end was not seen: others would wait for it."""
+        captures.change(-self._guard.capturing)
+        self._guard.capturing = 0
 
     def _cut(self) -> None:
         self._open, self._spans, self._last, self._asked = [], [], None, None

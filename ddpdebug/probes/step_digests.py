@@ -217,6 +217,10 @@ class StepDigests:
         if want_norms:
             bus.on("probe:parameters", StateRead, self._norms)
 
+    def cut(self) -> None:
+        """Forget a closure that has raised."""
+        self._closure = None
+
     def _parameters_before(self, event: StepOpened) -> None:
         """Take fingerprints of the parameters that the optimizer is about to change."""
         watch, record = event.watch, event.record

@@ -162,16 +162,17 @@ def own_connection(store: Any) -> Any:
     if hasattr(store, "clone"):  # torch 2.6 has none
         return store.clone()
     inner: Any = store
-    while isinstance(inner, PrefixStore):
+    while issubclass(type(inner), PrefixStore):
         inner = inner.underlying_store
-    if isinstance(inner, HashStore):
+    kind = type(inner)
+    if issubclass(kind, HashStore):
         return store
-    if isinstance(inner, TCPStore):
+    if issubclass(kind, TCPStore):
         fresh: Any = TCPStore(inner.host, inner.port, is_master=False, timeout=store.timeout, wait_for_workers=False)
-    elif isinstance(inner, FileStore):  # its file is removed by the last of so many processes
-        fresh = FileStore(inner.path, dist.get_world_size())  # type: ignore[attr-defined]  # at run time it has
+    elif issubclass(kind, FileStore):  # its file is removed by the last of so many processes
+        fresh = FileStore(inner.path, dist.get_world_size())
     else:
-        raise TypeError(f"{type(inner).__name__} has no `clone`")
+        raise TypeError(f"{kind.__name__} has no `clone`")
     prefix = store.compare_set("ddpdebug/connection", "", uuid.uuid4().hex).decode()
     return PrefixStore(f"ddpdebug/{prefix}", fresh)
 

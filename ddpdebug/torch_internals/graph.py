@@ -65,8 +65,8 @@ class SavedHooks:
         number = int(names.sequence(node)())
         return bool(
             number < self._from
-            or any(start <= number for _, start in self._open)
-            or any(start <= number < stop for start, stop in self._closed)
+            or any(start <= number for _, start in tuple(self._open))  # other threads add to both
+            or any(start <= number < stop for start, stop in tuple(self._closed))
         )
 
 

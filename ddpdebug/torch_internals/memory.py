@@ -18,7 +18,9 @@ def device_memory_stats() -> Mapping[str, Any]:
         return {}
     if not names.allocator_is_ready():
         return {}
-    stats: Mapping[str, Any] = names.device_stats(torch.accelerator.current_device_index())
+    # torch 2.6 has it under another name, and reads the memory of CUDA's devices only
+    current: Any = getattr(torch.accelerator, "current_device_index", torch.cuda.current_device)
+    stats: Mapping[str, Any] = names.device_stats(current())
     return stats
 
 

@@ -112,6 +112,13 @@ def test_accelerators_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
     assert doctor._accelerators() == "cuda:0 Somebody's GPU, 81920 MiB; cuda:1 Somebody's GPU, 81920 MiB"
 
+    def broken(_: int) -> None:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert doctor._accelerators() == "cuda:0, which cannot be used: RuntimeError: the driver is too old"
+
 
 def test_no_accelerator_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.6 raises where it is built for one and none is there."""

@@ -80,20 +80,42 @@ def test_a_kernel_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors = [torch.arange(5.0), torch.zeros(3)]
     expected = device_fingerprint.by_torch([fingerprint.words_of(t) for t in tensors])
     for _ in range(2):
-        assert torch.equal(async_copy._fingerprinted(tensors), expected)
+        assert torch.equal(device_fingerprint.device_fingerprints(tensors), expected)
     assert tries == ["kernel"]
 
 
 def test_a_memory_that_is_full_gives_no_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the job's, and by torch the same would take more."""
 
-    def full(_: Any) -> torch.Tensor:
+    def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(async_copy, "device_fingerprints", full)
+    monkeypatch.setattr(device_fingerprint, "_launch", lambda: full)
+    monkeypatch.setattr(device_fingerprint._KERNEL, "given_up", False)
+    monkeypatch.setattr(device_fingerprint, "fused", full)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     with pytest.raises(torch.OutOfMemoryError):
-        async_copy._fingerprinted([torch.zeros(1)])
+        device_fingerprint.device_fingerprints([torch.zeros(1)])
     assert not device_fingerprint._KERNEL.given_up
+
+
+def test_what_is_no_block_of_memory_is_copied_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets the memory of the others, with the same fingerprints in the same order."""
+    given: list[int] = []
+
+    def fused(words: Any, launch: Any) -> torch.Tensor:
+        given.append(len(words))
+        return device_fingerprint.by_torch(words)
+
+    image = torch.arange(48.0).reshape(2, 3, 2, 4)
+    tensors = [torch.arange(5.0), image.to(memory_format=torch.channels_last), torch.ones(3), image[:, 1]]
+    expected = device_fingerprint.by_torch([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])
+    monkeypatch.setattr(device_fingerprint, "_launch", lambda: "kernel")
+    monkeypatch.setattr(device_fingerprint, "fused", fused)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    assert torch.equal(device_fingerprint.device_fingerprints(tensors), expected)
+    assert torch.equal(device_fingerprint.device_fingerprints(tensors[1::2]), expected[1::2])
+    assert given == [2]
 
 
 def test_tensors_of_several_devices_are_told_in_their_order(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:

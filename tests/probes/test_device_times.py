@@ -270,6 +270,24 @@ def test_a_capture_before_the_first_step_is_left_alone(monkeypatch: pytest.Monke
         probes.release()
 
 
+def test_the_end_does_not_wait_for_a_capture_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was begun by hand and dropped: what is taken away is, nothing asks the device, and others go on."""
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
+    begin = torch.cuda.CUDAGraph.capture_begin
+    guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+    probes = Probes(guard, lambda _: None, lambda *_, **__: None, lambda *_: False)
+    probes.patches.install()
+    torch.cuda.CUDAGraph.capture_begin(None)  # type: ignore[arg-type]
+    probes.remove()
+    ran = [guard.run(part, lambda: 1) for part in ("close:exchange", "close:last-state", "probe:forward")]
+    assert ran == [1, None, None]
+    assert torch.cuda.CUDAGraph.capture_begin is begin
+    probes.release()
+    async_copy.captures.wait_for(SimpleNamespace(query=lambda: True))  # type: ignore[arg-type]
+    assert guard.run("probe:forward", lambda: 1) == 1
+
+
 class Batches(Dataset[torch.Tensor]):
     """For each batch the host takes longer than the device stands idle for it."""
 

@@ -26,9 +26,21 @@ from ddpdebug.probes.memory import (
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, ForwardBegan, Tensors
 from ddpdebug.schema.row import Row
+from ddpdebug.torch_internals import memory
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 ENTRIES = entries_of(GUARD)
+
+
+def test_the_current_device_has_another_name_in_torch_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of CUDA's devices is read there as well."""
+    monkeypatch.delattr(torch.accelerator, "current_device_index")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(memory, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(memory.names, "allocator_is_ready", lambda: True)
+    monkeypatch.setattr(memory.names, "device_stats", lambda index: {"of": index})
+    assert memory.device_memory_stats() == {"of": 3}
 
 
 class FakeProvider:
