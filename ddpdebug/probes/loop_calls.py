@@ -24,23 +24,32 @@ _MAX_GATHERS = 3
 _GATHERED_BYTES = 64 << 20
 
 
+#: Steps by which it is decided whether losses add up.
+_DECIDING = 16
+
+
 class Adding:
-    """Whether the losses of a run's micro-batches add up to the step's; the first step with several of them decides.
+    """Whether the losses of a run's micro-batches add up to the step's; the first steps with several of them decide.
 
     A rank's labels may be some more or less than its share of all ranks' labels. What they add up to is then nearer to
-    one loss than to as many as there are. Where labels are left out of a mean by chance, steps would differ in that.
+    one loss than to as many as there are, in the mean over some steps. Where labels are left out of a mean by chance,
+    steps would differ in that.
     """
 
     def __init__(self) -> None:
-        self._found: bool | None = None
+        self._wholes: list[float] = []
 
     def holds(self, parts: Sequence[float]) -> bool:
         """Tell it of a step, by the part of all labels that each of its losses is the sum over."""
         if len(parts) < 2:
             return False
-        if self._found is None:
-            self._found = len(parts) ** -0.5 < math.fsum(parts) < len(parts) ** 0.5
-        return self._found
+        whole = math.fsum(parts)
+        if len(self._wholes) < _DECIDING and math.isfinite(whole):
+            self._wholes.append(whole)
+        if not self._wholes:
+            return False
+        root = math.sqrt(len(parts))
+        return 1 / root < math.fsum(self._wholes) / len(self._wholes) < root
 
 
 @dataclass(slots=True)

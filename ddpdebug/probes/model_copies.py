@@ -55,11 +55,15 @@ class ModelCopies:
         self._steps += known.copies
         return known.copies and self._steps <= MOST
 
+    def model_runs(self) -> bool:
+        """Tell whether the model has forwards or backwards of its own for its coming step."""
+        return self._state.syncs != self._state.synced or any(w.forwards for w in self._state.wrappers)
+
     def _copies(self, optimizer: torch.optim.Optimizer, before: _Known | None) -> bool:
         if before is not None and before.optimizer() is optimizer and not before.copies:
             return False
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if not params or self._state.syncs != self._state.synced or any(w.forwards for w in self._state.wrappers):
+        if not params or self.model_runs():
             return False
         models = [module for wrapper in self._state.wrappers if (module := wrapper.module()) is not None]
         own = {id(p): p for module in models for p in internals.parameters(module)}

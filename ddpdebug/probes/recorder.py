@@ -371,9 +371,19 @@ class Recorder:
         self._finish(watch, record)
 
     def _leave_out(self) -> None:
-        """Forget the forwards and backwards of a copy's step: the model's own step has the time, not the contents."""
+        """Forget the forwards and backwards of a copy's step: the model's own step has the time, not the contents.
+
+        Validation losses are the model's, which is evaluated between its steps. Where it has forwards or backwards of
+        its own for the coming step they are kept, with the losses of the copy.
+        """
         since, self._on_copy = self._state.since, False
-        self._state.since = SinceLastStep(since.started, since.overhead_before, since.number)
+        if self._copies.model_runs():
+            return
+        fresh = SinceLastStep(since.started, since.overhead_before, since.number, cut=since.cut)
+        if Losses in since.parts and (told := since.parts[Losses]).validation:
+            noted = fresh.parts[Losses]
+            noted.validation, noted.seen = told.validation, told.seen
+        self._state.since = fresh
 
     def _skipped(self, event: events.StepSkipped) -> None:
         """Note a step that GradScaler did not let happen; it counts as an attempt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,52 @@ def test_a_sum_over_the_ranks_is_another_number(run_jobs: Callable[..., list[Any
     assert times == pytest.approx(2)
     rows = [row for row in read_rows(tmp_path / "o") if row.val_loss == row.val_loss]
     assert {row.rank: row.val_loss for row in rows} == pytest.approx({0: mean, 1: mean})
+
+
+_INNER_LOOP = """
+import copy
+import torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, criterion = nn.parallel.DistributedDataParallel(nn.Linear(8, 1)), nn.MSELoss()
+opt, gen = torch.optim.SGD(model.parameters(), lr=0.01), torch.Generator().manual_seed(dist.get_rank())
+x = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
+lasting = copy.deepcopy(model.module)
+inner = torch.optim.SGD(lasting.parameters(), lr=0.01)
+
+def adapt():
+    nn.functional.mse_loss(lasting(torch.randn(4, 8, generator=gen)), torch.zeros(4, 1)).backward()
+    inner.step(); inner.zero_grad()
+
+for step in range(12):
+    if step == 10:
+        model.eval()
+        with torch.no_grad():
+            value = criterion(model(x), torch.ones(4, 1)).item()
+        model.train()
+    lasting.load_state_dict(model.module.state_dict())
+    adapt()
+    loss = criterion(model(torch.randn(4, 8, generator=gen)), torch.ones(4, 1))
+    loss.backward()
+    if step == 11:
+        adapt()
+    opt.step(); opt.zero_grad()
+print(value)
+dist.destroy_process_group()
+"""
+
+
+def test_an_inner_loop_takes_nothing_from_the_model(run_jobs: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Its evaluation before, and its forward where copies take a step after its backward."""
+    (tmp_path / "script.py").write_text(_INNER_LOOP)
+    job = {"script": str(tmp_path / "script.py"), "cwd": str(tmp_path), "args": [], "ranks": 2, "options": _OPTIONS}
+    done = run_jobs([job])[0]
+    assert [rank["status"] for rank in done] == [0, 0], done[0]["err"]
+    rows = list(read_rows(tmp_path / "o"))
+    for rank, one in enumerate(done):
+        value = float(one["out"])
+        own = {row.step: row for row in rows if row.rank == rank and row.optimizer == 0}
+        assert own[10].val_loss == pytest.approx(value)
+        assert [(row.syncs, math.isfinite(row.loss)) for row in (own[10], own[11])] == [(11, True), (12, True)]

@@ -281,12 +281,16 @@ def test_losses_that_are_divided_by_the_labels_of_all_micro_batches_add_up(
     assert part.columns(record)["loss"] == step
 
 
-def test_whether_losses_add_up_is_decided_once() -> None:
+def test_whether_losses_add_up_is_decided_by_the_first_steps() -> None:
     """Labels that are left out by chance do not make the loss of a step another thing than that of the step before."""
     adding = Adding()
-    assert [adding.holds(parts) for parts in ([0.5], [0.75, 0.7], [0.6, 0.5], [0.9, 0.9])] == [False] * 4
+    assert [adding.holds(parts) for parts in ([0.5], [1.0, 0.9], [0.7, 0.6], [0.9, 0.9])] == [False] * 4
     adding = Adding()
     assert [adding.holds(parts) for parts in ([0.5, 0.4], [0.8, 0.8], [1.0])] == [True, True, False]
+    adding = Adding()  # one whose first share is far from the others'
+    assert [adding.holds([part / 2] * 2) for part in (math.nan, 1.6, 0.8, 1.0)] == [False, False, True, True]
+    assert all(adding.holds([0.5, 0.5]) for _ in range(20))
+    assert all(adding.holds([1.0, 1.0]) for _ in range(20))
 
 
 @pytest.mark.parametrize(
