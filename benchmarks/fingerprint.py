@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ddpdebug.fingerprint import device_fingerprints, fingerprint, fingerprints, sampled_fingerprint
+from ddpdebug.device_fingerprint import device_fingerprints
+from ddpdebug.fingerprint import fingerprint, fingerprints, sampled_fingerprint
 
 ROUNDS = 9
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ddpdebug.fingerprint import CHUNK_WORDS, MASK, signed, weights_of, words_of
-from ddpdebug.isolation.user_code import is_users
 
 #: Words of one tile. A chunk of the weights is a whole number of tiles, so that a tile has one chunk's weight.
 TILE = 4096
@@ -45,25 +44,32 @@ class Table(NamedTuple):
     begun: Tensor
 
 
-def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+def device_fingerprints(
+    tensors: Sequence[Tensor], is_anothers: Callable[[Exception], bool] = lambda _: False
+) -> Tensor:
     """Return one int64 fingerprint per tensor, on the tensors' device, without waiting for it. Works on the CPU too.
 
     The values are not those of `fingerprint`: compare like with like. All tensors are dense and on one device. A sum
     that happens to be 0 is left so: to replace it there would be two more launches.
+
+    Args:
+        is_anothers: tells of an exception that it has only come while the kernel was being loaded or launched. Others
+            give the kernel up, for the rest of the process.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     with torch.no_grad():
-        launch = _launch() if tensors[0].is_cuda and not _KERNEL.given_up else None
-        if launch is None:
+        if not tensors[0].is_cuda or _KERNEL.given_up:
             return by_torch(tensors)
         blocks = [words_of(tensor) for tensor in tensors if tensor.is_contiguous()]
         try:
-            sums = fused(blocks, launch) if blocks else torch.empty(0)
+            launch = _launch()
+            sums = fused(blocks, launch) if launch is not None and blocks else torch.empty(0)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or is_users(error):
+            if isinstance(error, torch.OutOfMemoryError) or is_anothers(error):
                 raise
-            _KERNEL.given_up = True
+            _KERNEL.given_up, launch = True, None
+        if launch is None:
             return by_torch(tensors)
         if len(blocks) == len(tensors):
             return sums
@@ -145,11 +151,9 @@ _KERNEL = _Kernel()
 
 @functools.cache
 def _launch() -> Launch | None:
-    """Return the kernel's launch; None where Triton is not there, or cannot be loaded."""
+    """Return the kernel's launch; None where Triton is not there."""
     try:
         from ddpdebug.triton_kernels import launch  # noqa: PLC0415 - loads Triton, which a job on CPUs does not need
-    except Exception as error:
-        if is_users(error):
-            raise
+    except ImportError:
         return None
     return launch

@@ -12,6 +12,7 @@ import torch
 
 from ddpdebug import fingerprint
 from ddpdebug.device_fingerprint import device_fingerprints
+from ddpdebug.isolation.user_code import is_users
 
 #: Something that yields numbers when they are needed; calling it may wait for the device, so only off the hot path.
 Later = Callable[[], list[int]]
@@ -112,7 +113,7 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
             for (i, _), value in zip(some, fingerprint.fingerprints([tensor for _, tensor in some]), strict=True):
                 found[i] = value
         else:
-            host, wait = _detached_copy(device_fingerprints([tensor for _, tensor in some]))
+            host, wait = _detached_copy(device_fingerprints([tensor for _, tensor in some], is_users))
             copies.append(([i for i, _ in some], host, wait))
     return functools.partial(_read, found, copies)  # holds no tensor of the job: it is read late, and kept for longer
 

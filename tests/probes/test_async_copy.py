@@ -121,7 +121,7 @@ def test_what_is_no_block_of_memory_is_copied_by_itself(monkeypatch: pytest.Monk
 def test_tensors_of_several_devices_are_told_in_their_order(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device makes its own copy; what is missing counts 0. Meta tensors stand for a device's."""
     monkeypatch.setattr(
-        async_copy, "device_fingerprints", lambda some: torch.tensor([len(t) for t in some], dtype=torch.int64)
+        async_copy, "device_fingerprints", lambda some, _: torch.tensor([len(t) for t in some], dtype=torch.int64)
     )
     here, there = torch.ones(2), [torch.empty(n, device="meta") for n in (5, 7)]
     later = async_copy.digests([there[0], None, here, there[1]])

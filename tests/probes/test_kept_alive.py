@@ -90,7 +90,7 @@ class Far(torch.Tensor):
 def test_digests_hold_no_tensor(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read later of tensors, on a device as well, does not keep them."""
     monkeypatch.setattr(device, "_detached_copy", lambda made: (made, lambda: None))
-    monkeypatch.setattr(device, "device_fingerprints", lambda some: torch.arange(1, len(some) + 1))
+    monkeypatch.setattr(device, "device_fingerprints", lambda some, _: torch.arange(1, len(some) + 1))
     tensors = [torch.ones(3), torch.zeros(2).as_subclass(kind)]
     refs = [weakref.ref(t) for t in tensors]
     later = device.digests(tensors)
