@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -248,3 +249,15 @@ def test_heavy_imports_are_seen() -> None:
     """The fresh interpreter's test itself works."""
     modules, _ = _loaded_after("import rich")
     assert "rich" in modules
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "demo", "tools"])
+def test_scripts_import_what_is_there(folder: str) -> None:
+    """Nothing else runs a benchmark when a name moves."""
+    for path in sorted((_PACKAGE.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ddpdebug":
+                module = importlib.import_module(str(node.module))
+                for name in (alias.name for alias in node.names):
+                    there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}") is not None
+                    assert there, f"{path}: {node.module}.{name}"
