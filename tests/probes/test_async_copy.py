@@ -99,6 +99,20 @@ def test_a_memory_that_is_full_gives_no_kernel_up(monkeypatch: pytest.MonkeyPatc
     assert not device_fingerprint._KERNEL.given_up
 
 
+def test_what_is_the_users_gives_no_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a signal's handler raises while the kernel is compiled goes on its way."""
+
+    def interrupted() -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(device_fingerprint, "_launch", interrupted)
+    monkeypatch.setattr(device_fingerprint._KERNEL, "given_up", False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    with pytest.raises(TimeoutError):
+        device_fingerprint.device_fingerprints([torch.zeros(1)], lambda error: isinstance(error, TimeoutError))
+    assert not device_fingerprint._KERNEL.given_up
+
+
 def test_what_is_no_block_of_memory_is_copied_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets the memory of the others, with the same fingerprints in the same order."""
     given: list[int] = []
