@@ -3,9 +3,10 @@
     python benchmarks/gpu.py [--device cpu --small]
 
 - `fingerprint`: bytes a second of the fingerprints of many tensors by one launch, of the same by operations of torch,
-  and of a plain sum over one tensor of as many bytes; the best of the repetitions of each, by the device's events.
-- `launches`: what a step starts on the device (kernels, copies), counted by torch's profiler: plain, and attached in a
-  step that is checked in full and samples no layers.
+  and of a plain sum over one tensor of as many bytes; the best of the repetitions of each, by the device's events,
+  which begin when the host has given the device all that is measured. `host`: seconds that the host takes for that.
+- `launches`: what a step starts on the device (kernels, copies, fills), counted by torch's profiler: plain, and
+  attached in a step that is checked in full and samples no layers, by what for.
 - `step`: the step time as a ratio to plain DDP of one rank, in alternating blocks: `default` (a monitor that has
   settled in) and `again`, which is plain a second time: how far that is from 1 is the noise. Median and quartiles.
 """
@@ -18,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,18 @@ from ddpdebug.fingerprint import words_of
 _SIZES = (1024, 4096, 1 << 20, 1 << 22, 1 << 24)
 
 
+#: Cycles of a device, some milliseconds, in which the host gets ahead of it.
+_WHILE = 8_000_000
+#: What a step starts, by a word in the name of the kernel; the first that is in it counts.
+_KINDS = {"_add_tiles": "fingerprints", "Norm": "norms", "MinMax": "ranges of modules' results"}
+_KINDS |= {"sum_functor": "sums", "Mem": "copies and fills"}
+
+
 class Training:
     """A GPT in DDP with one rank, and its step."""
 
     def __init__(self, device: torch.device, *, small: bool) -> None:
-        width, depth, self.batch, self.tokens = (64, 2, 2, 32) if small else (1024, 16, 8, 512)
+        width, depth, self.batch, self.tokens = (64, 2, 2, 32) if small else (1024, 16, 16, 512)
         torch.manual_seed(0)
         self.device = device
         self.module = Model(width, depth).to(device)
@@ -66,7 +75,7 @@ def _wait(device: torch.device) -> None:
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeat: int = 20) -> float:
-    """Return the least time of a call, on CUDA that between two events."""
+    """Return the least time of a call, on CUDA that between two events, behind something that takes a while."""
     for _ in range(3):
         call()
     found = []
@@ -74,6 +83,7 @@ def seconds(call: Callable[[], Any], device: torch.device, repeat: int = 20) -> 
         _wait(device)
         if device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_WHILE)  # noqa: SLF001 - what torch's own benchmarks let a device wait by
             first.record()
             call()
             last.record()
@@ -96,7 +106,12 @@ def fingerprint(device: torch.device, *, small: bool) -> dict[str, Any]:
     by_torch = seconds(lambda: device_fingerprint.by_torch(words), device)
     ours = seconds(lambda: device_fingerprint.device_fingerprints(tensors), device)
     plain = seconds(one.sum, device)
+    _wait(device)
+    began = time.perf_counter()
+    device_fingerprint.device_fingerprints(tensors)
+    host = time.perf_counter() - began
     return {
+        "host": host,
         "tensors": len(tensors),
         "bytes": size,
         "kernel": device.type == "cuda" and device_fingerprint._launch() is not None,  # noqa: SLF001 - what was measured
@@ -109,15 +124,16 @@ def fingerprint(device: torch.device, *, small: bool) -> dict[str, Any]:
     }
 
 
-def started(call: Callable[[], Any]) -> int:
-    """Return how much a call starts on the device, without what waits."""
+def started(call: Callable[[], Any]) -> Counter[str]:
+    """Count what a call starts on the device, by kind."""
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         call()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == cuda for event in profile.events())
+    names = [event.name for event in profile.events() if event.device_type == cuda]
+    return Counter(next((kind for word, kind in _KINDS.items() if word in name), "others") for name in names)
 
 
 def launches(training: Training, scratch: Path) -> dict[str, Any] | None:
@@ -126,14 +142,16 @@ def launches(training: Training, scratch: Path) -> dict[str, Any] | None:
         return None
     for _ in range(5):
         training.step()
-    plain = min(started(training.step) for _ in range(3))
+    plain = min((started(training.step) for _ in range(3)), key=Counter.total)
     options: dict[str, Any] = {"out": scratch / "launches", "metrics": "off", "quiet": True, "every_step": True}
     monitor = ddpdebug.watch(training.model, training.optimizer, **options)
     for _ in range(20):
         training.step()
-    attached = min(started(training.step) for _ in range(8))  # some steps sample the layers besides
+    attached = min((started(training.step) for _ in range(8)), key=Counter.total)  # some steps sample layers besides
     monitor.close()
-    return {"plain": plain, "checked": attached, "ours": attached - plain, "tensors": len(_parameters(training))}
+    added = {kind: number - plain[kind] for kind, number in attached.most_common() if number != plain[kind]}
+    ours = attached.total() - plain.total()
+    return {"plain": plain.total(), "ours": ours, "kinds": added, "tensors": len(_parameters(training))}
 
 
 def _parameters(training: Training) -> list[torch.Tensor]:
@@ -190,7 +208,7 @@ def main() -> None:
     found["model"] = {"parameters": training.size, "tensors": len(_parameters(training)), "backend": backend}
     with tempfile.TemporaryDirectory() as scratch:
         found["launches"] = launches(training, Path(scratch))
-        steps, learn = (4, 8) if args.small else (40, 200)
+        steps, learn = (4, 8) if args.small else (32, 200)
         found["step"] = step_ratio(training, Path(scratch), rounds, steps, learn)
     del training
     gc.collect()

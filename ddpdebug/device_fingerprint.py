@@ -1,11 +1,11 @@
 """Fingerprints of tensors on a device, computed there without waiting for it.
 
-The sum, modulo 2**64, of a tensor's words times odd weights that depend on the position. On CUDA with Triton that is
-one launch over all tensors, bound by the memory's bandwidth: each block adds the sum of one tile to its tensor's slot,
-and sums of integers do not depend on the order of the blocks. Elsewhere the same numbers come from operations of torch,
-several for each tensor.
-
-Not run on a GPU yet: docs/gpu.md. The kernel has run in Triton's interpreter.
+The sum, modulo 2**64, of a tensor's words times weights that depend on the position: both are signed integers of 32
+bits, no two positions of a chunk have the same weight and none has 0. So one word that changes, by whatever, and two
+that change places are seen for certain: what they change in the sum is a product of less than 2**64. On CUDA with
+Triton that is one launch over all tensors, bound by the memory's bandwidth: each block adds the sum of one tile to its
+tensor's slot, and sums of integers do not depend on the order of the blocks. Elsewhere the same numbers come from
+operations of torch, several for each tensor. docs/gpu.md has what was measured.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpdebug.fingerprint import CHUNK_WORDS, MASK, signed, weights_of, words_of
+from ddpdebug.fingerprint import CHUNK_WORDS, MASK, NO_DATA, has_data, integers_of, signed
 
 #: Words of one tile. A chunk of the weights is a whole number of tiles, so that a tile has one chunk's weight.
 TILE = 4096
 _LENGTH_WEIGHT, _CHUNK_WEIGHT = 0xE7037ED1A0B428DB, 0xA0761D6478BD642F
+_MIX_1, _MIX_2, _WORD_MASK = 0x9E3779B1, 0x85EBCA77, 0xFFFFFFFF
+#: Of a tensor's address, in bytes, for the widest loads.
+_ALIGNED = 16
 #: Tables that stay on the device: of the parameters, the gradients and the state of a few optimizers.
 _KEPT = 8
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 #: Adds the weighted sum of each tile to the slot of its tensor: `triton_kernels.launch`.
 Launch = Callable[[Tensor, Tensor, Tensor, int, int], None]
@@ -34,9 +40,10 @@ class Table(NamedTuple):
     """Where the tensors' words are, on their device.
 
     Args:
-        places: a row for each tensor, int64: address, number of words, bytes of a word, number of its first tile.
+        places: a row for each tensor, int64: address, number of words, bytes of a word (0: of 4, with an address that
+            is a multiple of 16), number of its first tile.
         tensor_of: the row of each tile, int32.
-        begun: what each sum begins with, int64: its length in words plus one, times an odd number.
+        begun: what each sum begins with, int64: its length in bytes plus one, times an odd number.
     """
 
     places: Tensor
@@ -61,7 +68,8 @@ def device_fingerprints(
     with torch.no_grad():
         if not tensors[0].is_cuda or _KERNEL.given_up:
             return by_torch(tensors)
-        blocks = [words_of(tensor) for tensor in tensors if tensor.is_contiguous()]
+        are_blocks = [_is_block(tensor) for tensor in tensors]
+        blocks = [tensor for tensor, is_block in zip(tensors, are_blocks, strict=True) if is_block]
         try:
             launch = _launch()
             sums = fused(blocks, launch) if launch is not None and blocks else torch.empty(0)
@@ -73,26 +81,26 @@ def device_fingerprints(
             return by_torch(tensors)
         if len(blocks) == len(tensors):
             return sums
-        known = iter(sums.unbind())
-        return torch.stack([next(known) if tensor.is_contiguous() else by_torch([tensor])[0] for tensor in tensors])
+        known, pairs = iter(sums.unbind()), zip(tensors, are_blocks, strict=True)
+        return torch.stack([next(known) if is_block else by_torch([tensor])[0] for tensor, is_block in pairs])
 
 
 def by_torch(tensors: Sequence[Tensor]) -> Tensor:
     """Return the same sums by operations of torch: one copy at a time of tensors that are no block of memory."""
-    most = max(tensor.nbytes // min(tensor.itemsize, 4) for tensor in tensors)
+    most = max(tensor.nbytes // _word_bytes(tensor.nbytes) for tensor in tensors)
     weights = weights_of(min(most, CHUNK_WORDS), tensors[0].device)
-    return torch.stack([_weighted_sum(words_of(tensor), weights) for tensor in tensors])
+    return torch.stack([_weighted_sum(tensor, weights) for tensor in tensors])
 
 
-def fused(words: Sequence[Tensor], launch: Launch) -> Tensor:
-    """Return the same sums by one launch: a copy of what they begin with, to which the kernel adds."""
-    device = words[0].device
+def fused(blocks: Sequence[Tensor], launch: Launch) -> Tensor:
+    """Return the same sums of blocks of memory by one launch: a copy of what they begin with, to which it adds."""
+    device = blocks[0].device
     # a table is copied on one stream: another one does not wait for that
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, *((flat.data_ptr(), len(flat), flat.itemsize) for flat in words))
+    key = (device, stream, *[(block.data_ptr(), block.nbytes) for block in blocks])
     table = _TABLES.get(key)
     if table is None:
-        table = _TABLES[key] = table_of(words)
+        table = _TABLES[key] = table_of(blocks)
         while len(_TABLES) > _KEPT:
             _TABLES.popitem(last=False)
     _TABLES.move_to_end(key)
@@ -105,30 +113,63 @@ def fused(words: Sequence[Tensor], launch: Launch) -> Tensor:
 _TABLES: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
 
 
-def table_of(words: Sequence[Tensor]) -> Table:
-    """Return where flat tensors of words are, copied to their device from pinned memory, without waiting."""
+def table_of(blocks: Sequence[Tensor]) -> Table:
+    """Return where blocks of memory are, copied to their device from pinned memory, without waiting."""
     rows, tiles, begun = [], [], []
     first = 0
-    for flat in words:
-        number = -(-len(flat) // TILE)
-        rows.append((flat.data_ptr(), len(flat), flat.itemsize, first))
-        tiles.append(number)
-        begun.append(_begun(flat))
-        first += number
-    there = torch.repeat_interleave(torch.arange(len(words), dtype=torch.int32), torch.tensor(tiles))
+    for block in blocks:
+        size, address = _word_bytes(block.nbytes), block.data_ptr()
+        number = block.nbytes // size
+        rows.append((address, number, 0 if size == 4 and address % _ALIGNED == 0 else size, first))
+        tiles.append(-(-number // TILE))
+        begun.append(_begun(block.nbytes))
+        first += tiles[-1]
+    there = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32), torch.tensor(tiles))
     host = (torch.tensor(rows, dtype=torch.int64), there, torch.tensor(begun, dtype=torch.int64))
-    device = words[0].device
+    device = blocks[0].device
     if device.type == "cpu":
         return Table(*host)
     return Table(*(part.pin_memory().to(device, non_blocking=True) for part in host))
 
 
-def _begun(words: Tensor) -> int:
-    return signed((len(words) + 1) * _LENGTH_WEIGHT & MASK)  # not 0 where there is no word, or only zeros
+def _word_bytes(size: int) -> int:
+    """Return the bytes of a word of a tensor with so many: as many as divide it, so that ranks with the same agree."""
+    return 4 if size % 4 == 0 else 2 if size % 2 == 0 else 1
 
 
-def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
-    total = torch.full((), _begun(words), dtype=torch.int64, device=words.device)
+def _is_block(tensor: Tensor) -> bool:
+    """Tell whether a tensor's elements are one block of memory, of whole words that the device can load."""
+    if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.data_ptr() % _word_bytes(tensor.nbytes) == 0 and (not tensor.nbytes or has_data(tensor))
+
+
+def _begun(size: int) -> int:
+    return signed((size + 1) * _LENGTH_WEIGHT & MASK)  # not 0 where there is no word, or only zeros
+
+
+def weights_of(count: int, device: torch.device) -> Tensor:
+    """Return the weights of the positions of a chunk: their numbers from 1 on, mixed as the kernel does, as int64."""
+    found = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX_1 & _WORD_MASK
+    found = (found ^ (found >> 15)) * _MIX_2 & _WORD_MASK
+    found ^= found >> 13
+    return (found ^ 1 << 31) - (1 << 31)  # as signed integers of 32 bits
+
+
+def _words_of(tensor: Tensor) -> Tensor:
+    """View a tensor's memory as words, in logical order."""
+    flat = integers_of(tensor).contiguous().reshape(-1)
+    size = _word_bytes(flat.nbytes)
+    if flat.data_ptr() % size or flat.storage_offset() * flat.itemsize % size:
+        flat = flat.clone()
+    return flat.view(_WORDS[size])
+
+
+def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
+    if tensor.nbytes and not has_data(tensor):
+        return torch.full((), signed(NO_DATA), dtype=torch.int64, device=weights.device)
+    words = _words_of(tensor)
+    total = torch.full((), _begun(words.nbytes), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, max(1, len(weights)))):
         chunk_weight = signed((2 * number + 1) * _CHUNK_WEIGHT & MASK) | 1
         total += (part * weights[: len(part)]).sum() * chunk_weight

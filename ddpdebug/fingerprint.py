@@ -146,8 +146,8 @@ def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int
         return fingerprint(tensor), False
     if not tensor.is_cpu:
         return _of_sample(_sample_on_device(tensor, limit_bytes), tensor.nbytes), True
-    plain = _detached(tensor)
-    if not _has_data(plain):
+    plain = integers_of(tensor)
+    if not has_data(plain):
         return NO_DATA, False
     digest = xxh3_64(struct.pack("<Q", plain.nbytes))
     for start, stop in _blocks(plain, limit_bytes):
@@ -162,11 +162,11 @@ def sample(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[Tensor, Callable
     With it comes what makes the fingerprint of the copy in host memory, and whether it is a sample. None where there is
     nothing to copy, or more than one block of memory.
     """
-    if tensor.is_cpu or not _is_dense(tensor) or tensor.numel() == 0 or not _has_data(tensor):
+    if tensor.is_cpu or not _is_dense(tensor) or tensor.numel() == 0 or not has_data(tensor):
         return None
     size = tensor.nbytes
     if size <= max(limit_bytes, 2 * BLOCK_BYTES):
-        return _detached(tensor).contiguous().reshape(-1), fingerprint, False
+        return integers_of(tensor).contiguous().reshape(-1), fingerprint, False
     return _sample_on_device(tensor, limit_bytes), lambda copy: _of_sample(copy, size), True
 
 
@@ -216,7 +216,8 @@ def _storage_bytes(tensor: Tensor) -> int:
         return -1
 
 
-def _has_data(tensor: Tensor) -> bool:
+def has_data(tensor: Tensor) -> bool:
+    """Tell whether a dense tensor has all of its memory: FSDP and others free it while the tensor stays."""
     if tensor.is_meta or _storage_bytes(tensor) < 0 or tensor.untyped_storage().device.type == "meta":
         return False
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -230,7 +231,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def integers_of(tensor: Tensor) -> Tensor:
     """Return a plain tensor of the same bits, as integers if there are any of that size: those can always be copied."""
     with torch.no_grad(), as_plain():
         plain = tensor.detach() if type(tensor) in _PLAIN else tensor.detach().as_subclass(Tensor)
@@ -249,9 +250,9 @@ def _fingerprint_of_unusual(tensor: Tensor) -> int:
         return combine(fingerprints(_parts(tensor)))
     if tensor.numel() == 0:
         return EMPTY
-    if not _has_data(tensor):
+    if not has_data(tensor):
         return NO_DATA
-    plain = _detached(tensor)
+    plain = integers_of(tensor)
     digest = xxh3_64()
     for piece in _logical(plain, 0, plain.numel()):
         digest.update(_memory(piece))
@@ -310,7 +311,7 @@ def _blocks(tensor: Tensor, limit_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _sample_on_device(tensor: Tensor, limit_bytes: int) -> Tensor:
     """Return evenly spaced blocks and the last one, by two operations: each block by itself would be a launch."""
-    flat = _detached(tensor).contiguous().reshape(-1)
+    flat = integers_of(tensor).contiguous().reshape(-1)
     count, length = max(2, limit_bytes // BLOCK_BYTES), BLOCK_BYTES // flat.itemsize
     step = (len(flat) - length) // (count - 1)
     blocks = flat.as_strided((count - 1, length), (step, 1))
@@ -343,6 +344,6 @@ def words_of(tensor: Tensor) -> Tensor:
     Not of 64: the difference of two odd weights is even, so two values that differ in bit 63 only could change places
     unseen.
     """
-    plain = _detached(tensor).contiguous().reshape(-1)
+    plain = integers_of(tensor).contiguous().reshape(-1)
     plain = plain.view(torch.int64) if plain.is_floating_point() else plain  # the parts of complex128
     return plain.view(torch.int32) if plain.itemsize == 8 else plain

@@ -18,7 +18,7 @@ _COMPARE = """
 import torch
 from hypothesis import given, settings, strategies as st
 from ddpdebug import device_fingerprint as device, triton_kernels
-from ddpdebug.fingerprint import CHUNK_WORDS, words_of
+from ddpdebug.fingerprint import CHUNK_WORDS
 
 ROWS = {rows}
 SHAPES = st.lists(st.integers(0, ROWS), min_size=0, max_size=2)
@@ -39,10 +39,10 @@ def tensors(draw):
     return made.t() if draw(st.booleans()) and made.ndim == 2 else made
 
 def same(some):
-    words = [words_of(tensor) for tensor in some]
-    expected = device.by_torch(words).tolist()
-    assert device.fused(words, triton_kernels.launch).tolist() == expected  # with a new table
-    assert device.fused(words, triton_kernels.launch).tolist() == expected  # with the table that is known
+    expected = device.by_torch(some).tolist()
+    blocks = [tensor if device._is_block(tensor) else device._words_of(tensor) for tensor in some]
+    assert device.fused(blocks, triton_kernels.launch).tolist() == expected  # with a new table
+    assert device.fused(blocks, triton_kernels.launch).tolist() == expected  # with the table that is known
 
 @settings(max_examples={examples}, deadline=None, derandomize=True)
 @given(st.lists(tensors(), min_size=1, max_size=4))
@@ -51,10 +51,12 @@ def compare(some):
 
 compare()
 long = torch.arange(CHUNK_WORDS + 5).to(torch.int8)  # into the second chunk of the weights
-same([long, torch.ones(device.TILE), torch.ones(device.TILE + 1), torch.zeros(0)])
+words = torch.arange(CHUNK_WORDS + device.TILE + 5, dtype=torch.int32)
+same([long, words, torch.ones(device.TILE + 1), torch.zeros(0)])
+same([torch.ones(2 * device.TILE + 1)[1:], torch.ones(0)])
 flipped = long.clone()
 flipped[-1] ^= 1
-one, other = (device.fused([words_of(t)], triton_kernels.launch).tolist() for t in (long, flipped))
+one, other = (device.fused([t], triton_kernels.launch).tolist() for t in (long, flipped))
 assert one != other
 print("the same")
 """
@@ -66,18 +68,44 @@ def _path_of_triton() -> str | None:
     return str(BESIDE) if (BESIDE / "triton").is_dir() else None
 
 
-def test_the_kernel_and_torch_agree_on_every_bit() -> None:
-    """In Triton's interpreter, over dtypes, lengths, offsets and strides, and beyond one chunk of weights."""
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ddpdebug import triton_kernels
+from ddpdebug.device_fingerprint import TILE
+from ddpdebug.fingerprint import CHUNK_WORDS
+
+kinds = {"places": "*i64", "tensor_of": "*i32", "sums": "*i64", "chunk_words": "constexpr", "tile_words": "constexpr"}
+aligned = {(0,): [["tt.divisibility", 16]]}
+source = ASTSource(triton_kernels._add_tiles, kinds, {(3,): CHUNK_WORDS, (4,): TILE}, aligned)
+for capability in (80, 90):
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": triton_kernels._WARPS}
+    built = triton.compile(source, target=target, options=options)
+    assert built.asm["cubin"]
+    assert "ld.global.v4" in built.asm["ptx"], "whole tiles are not read in the widest loads"
+print("compiled")
+"""
+
+
+def _run(script: str, **env: str) -> str:
+    """Run a script beside Triton; return what it has printed."""
     path = _path_of_triton()
     if path is None:
         if os.environ.get("DDPDEBUG_REQUIRE_TRITON"):
             pytest.fail("Triton is not there: make triton")
         pytest.skip("Triton is not there: make triton")
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)])),
-    }
-    script = _COMPARE.format(rows=90, examples=150)
+    environment = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_kernel_is_compiled_for_devices(tmp_path: Path) -> None:
+    """Triton checks types only then: its interpreter takes what no device does."""
+    assert _run(_COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "compiled\n"
+
+
+def test_the_kernel_and_torch_agree_on_every_bit() -> None:
+    """In Triton's interpreter, over dtypes, lengths, offsets and strides, and beyond one chunk of weights."""
+    assert _run(_COMPARE.format(rows=90, examples=150), TRITON_INTERPRET="1") == "the same\n"

@@ -115,9 +115,11 @@ def figures_of(figures: Record | None) -> list[str]:
     speeds = ", ".join(f"{what} {speed:.0f} GB/s" for what, speed in prints["gb_per_second"].items())
     share = f"{prints['share']:.0%} of {prints['tensors']} tensors with {prints['bytes'] / 1e9:.2f} GB ({speeds}"
     share += ")" if prints["kernel"] else "; **without Triton**)"
+    share += f", the host takes {prints['host'] * 1e6:.0f} µs to start it"
     added = NOT_RUN
     if launches is not None:
-        added = f"{launches['ours']} beside {launches['plain']} of the step, of {launches['tensors']} parameters"
+        added = f"{launches['ours']} beside {launches['plain']} of the step, of {launches['tensors']} parameters: "
+        added += ", ".join(f"{kind} {number}" for kind, number in launches["kinds"].items())
     middle, low, high = step["default"]
     about = f"{step['rounds']} rounds of {step['steps']} steps of {step['seconds'] * 1e3:.1f} ms"
     about += f", {figures['model']['parameters'] / 1e6:.0f}M parameters, {figures['model']['backend']}"
@@ -177,7 +179,8 @@ def run() -> dict[str, Any]:
     python, here = sys.executable, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        words = ["-q", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={junit}", "tests/gpu"]
+        workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # each of them starts jobs on the one device
+        words = ["-q", "-p", "no:cacheprovider", "-m", "gpu", f"-n{workers}", f"--junitxml={junit}", "tests/gpu"]
         print(_printed(python, "-m", "pytest", *words, check=False, DDPDEBUG_REQUIRE_GPU="1", **here)[-6000:])
         if not junit.exists():
             raise SystemExit("tools.gpu: pytest has written nothing: see above")

@@ -17,7 +17,7 @@ _ASKS = frozenset({"locals", "vars", "eval", "exec", "f_locals"})
 _MAX_WRAPPED = 20
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 #: Packages whose errors may come from what a probe does; others are raised by nobody but the user.
-_LIBRARIES = ("ddpdebug", "functorch", "numpy", "prometheus_client", "rich", "safetensors", "torch")
+_LIBRARIES = ("ddpdebug", "functorch", "numpy", "prometheus_client", "rich", "safetensors", "torch", "triton")
 _RAISE_HERE = frozenset({*sys.stdlib_module_names, *_LIBRARIES})
 
 

@@ -151,12 +151,18 @@ def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
         return read_all
     if scalars[0].device.type == "cpu":
         return lambda: [float(s) for s in scalars]
-    alike = all(s.dtype == scalars[0].dtype for s in scalars)  # then a launch each is saved
-    stacked = torch.stack(list(scalars)).to(torch.float64) if alike else torch.stack([s.double() for s in scalars])
+    by_dtype: dict[torch.dtype, list[int]] = {}  # a conversion of each one by itself would be a launch each
+    for i, scalar in enumerate(scalars):
+        by_dtype.setdefault(scalar.dtype, []).append(i)
+    stacked = torch.cat([torch.stack([scalars[i] for i in some]).to(torch.float64) for some in by_dtype.values()])
+    places_of = [i for some in by_dtype.values() for i in some]
     host, wait = _detached_copy(stacked)
 
     def read() -> list[float]:
         wait()
-        return [float(v) for v in host.tolist()]
+        found = [0.0] * len(places_of)
+        for i, value in zip(places_of, host.tolist(), strict=True):
+            found[i] = float(value)
+        return found
 
     return read

@@ -62,7 +62,7 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
     ddp = wrapper.ref()
     if ddp is None:
         return
-    noted = since.parts[GradientSums].reduced
+    taken: list[tuple[int, torch.Tensor, Any, int, Any]] = []
     with torch.no_grad():
         for parameter in internals.parameters(ddp.module):
             grad = parameter.grad
@@ -73,7 +73,11 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
                 digest, glance = fingerprint.fingerprint(grad), fingerprint.glance(grad)
             total = _sum(grad) if wrapper.sums(id(parameter), since.number) else None
             key = (id(parameter.grad), grad.data_ptr(), internals.version_of(grad), glance)
-            noted[id(parameter)] = Reduced(total, _norm(grad), digest, key)
+            taken.append((id(parameter), grad, total, digest, key))
+        norms = norms_of([grad for _, grad, *_ in taken])
+        noted = since.parts[GradientSums].reduced
+        for (number, _, total, digest, key), norm in zip(taken, norms, strict=True):
+            noted[number] = Reduced(total, norm, digest, key)
 
 
 def digests_at_step(
@@ -100,7 +104,7 @@ def digests_at_step(
         values = list(known.values())
         return (lambda: values), [], list
     dense = [(position, grad) for position, grad in rest if internals.is_plain(grad)]
-    norms = device.numbers([norm_of(grad) for _, grad in dense])
+    norms = device.numbers(norms_of([grad for _, grad in dense]))
     later = device.digests([grad for _, grad in rest])
     number, positions = len(parameters), [position for position, _ in rest]
 
@@ -114,6 +118,19 @@ def digests_at_step(
 def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
     identity = (id(grad), grad.data_ptr(), internals.version_of(grad))
     return identity == reduced.key[:3] and fingerprint.glance(grad) == reduced.key[3]
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `norm_of` each tensor; for what is on a device a few launches take all of a dtype."""
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu" and _summable(tensor):
+            together.setdefault((tensor.device, tensor.dtype), []).append(i)
+    found: dict[int, torch.Tensor] = {}
+    for (_, dtype), some in together.items():
+        norms = internals.norms_there([tensors[i].detach() for i in some], _norm_dtype(dtype))
+        found.update(zip(some, norms, strict=True))
+    return [found[i] if i in found else norm_of(tensor) for i, tensor in enumerate(tensors)]
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,9 +151,12 @@ def _summable(grad: torch.Tensor) -> bool:
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=_norm_dtype(grad.dtype))
     return norm
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _sum(grad: torch.Tensor) -> torch.Tensor:

@@ -311,7 +311,7 @@ class StepDigests:
 
     @staticmethod
     def _norms(event: StateRead) -> None:
-        norms = [gradients.norm_of(t) for t in (*event.watch.params, *event.tensors)]
+        norms = gradients.norms_of([*event.watch.params, *event.tensors])
         event.record.parts[ParameterDigests].norms = device.numbers(norms)
 
     def _frozen(self, event: StepClosing) -> None:

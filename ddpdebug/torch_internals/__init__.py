@@ -505,6 +505,12 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
 
 
+def norms_there(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return the 2-norms of tensors of one floating dtype as zero-dimensional ones of `dtype`, without waiting."""
+    found: Sequence[torch.Tensor] = names.foreach_norm(list(tensors), 2, dtype=dtype)
+    return found
+
+
 def distances(
     before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

@@ -35,10 +35,11 @@ def accelerator() -> str | None:
 
 
 def device_memory_limit() -> int:
-    """Return the bytes of the current device; asks the driver."""
+    """Return the bytes that this process may have of the current device; asks the driver."""
     # torch has it for all accelerators since 2.10
     info: Any = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
-    return int(info()[1])
+    share: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None) if torch.cuda.is_initialized() else None
+    return int(info()[1] * (1.0 if share is None else share()))
 
 
 def record_memory_history(level: str) -> bool:

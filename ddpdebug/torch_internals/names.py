@@ -65,6 +65,12 @@ def _each_cloned(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
+def _each_norm(
+    tensors: Iterable[torch.Tensor], order: int = 2, *, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _MODULE = "torch.nn.Module"
@@ -174,8 +180,10 @@ SCHEDULERS = key(
     off="schedulers inside of schedulers are not looked at",
 )
 
-_NORMS = Feature("norms of many tensors at once", "gradient norms and the size of updates are not measured")
-foreach_norm: Callable[..., Any] = thing("torch._foreach_norm", _NORMS)
+_NORMS = Feature("norms of many tensors at once", "the size of updates is not measured")
+foreach_norm: Callable[..., Any] = thing(
+    "torch._foreach_norm", _NORMS, otherwise=_each_norm, off="each norm is an operation of its own"
+)
 foreach_sub: Callable[..., Any] = thing("torch._foreach_sub", _NORMS)
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_a_missing_name_is_off(capsys: pytest.CaptureFixture[str], monkeypatch: 
     status, report = _report(capsys)
     assert status == 1
     missing = {feature["name"]: feature["missing"] for feature in report["features"] if feature["missing"]}
-    off = "gradient norms and the size of updates are not measured"
+    off = "each norm is an operation of its own"
     assert missing == {"norms of many tensors at once": {"torch._foreach_norm": off}}
     assert report["off"] == [f"torch._foreach_norm: {off}"]
     assert main(["doctor"]) == 1

@@ -300,6 +300,10 @@ FAILED = AllocationFailure(
         ({"curve": tuple((s, (30 + s) * GIB, 1) for s in range(40))}, "leak", "1 GiB a step"),
         ({"phase": "optimizer", "steps": 0}, "optimizer state", "16 GiB for these"),
         ({"steps": 0, "largest_elements": 0, "curve": ()}, "first step", "does not fit (parameters 8 GiB"),
+        ({"lines": {"a.py:7": 36 * GIB, "unknown": 9}}, "line", "36 GiB of 70 GiB: a.py:7; the step before ended"),
+        ({"lines": {"a.py:7": 39 * GIB}}, "unknown", "close to the limit"),  # parameters are in it
+        ({"lines": {"a.py:7": 34 * GIB}}, "unknown", "close to the limit"),
+        ({"lines": {"unknown": 36 * GIB}}, "unknown", "close to the limit"),
         ({}, "unknown", "close to the limit"),
         ({"curve": tuple((s, min(60, 20 + 9 * s) * GIB, 1) for s in range(40))}, "unknown", "close to the limit"),
     ],

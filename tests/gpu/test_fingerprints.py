@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpdebug import device_fingerprint, fingerprint
-from ddpdebug.fingerprint import CHUNK_WORDS, words_of
+from ddpdebug.fingerprint import CHUNK_WORDS
 from ddpdebug.probes import async_copy
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8)
@@ -24,21 +24,29 @@ def _tensors() -> list[torch.Tensor]:
     raw = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=g)
     found = [raw[: 8 * n].view(dtype) for n in (0, 1, 31, 4096, 4097, 100_001) for dtype in _DTYPES]
     found += [found[10].reshape(-1, 1).t(), raw[: 1 << 14].view(torch.float32).reshape(64, 64).t()]
-    found += [raw[:64].view(torch.complex64), (raw[:999] & 1).bool(), torch.arange(CHUNK_WORDS + 5).to(torch.int8)]
-    return found
+    found += [raw[:64].view(torch.complex64), (raw[:999] & 1).bool(), torch.arange(CHUNK_WORDS + 5, dtype=torch.int32)]
+    found += [torch.arange(99.0)[1:], torch.arange(99).to(torch.int16)[1:]]  # at addresses of no whole 16 bytes
+    return [*found, torch.arange(CHUNK_WORDS + 5).to(torch.int8)]
 
 
 @pytest.fixture
 def there() -> list[torch.Tensor]:
     """The tensors on the device."""
-    return [tensor.to("cuda") for tensor in _tensors()]
+    return [_moved(tensor) for tensor in _tensors()]
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.storage_offset():
+        return tensor.to("cuda")
+    whole = torch.zeros(tensor.storage_offset() + len(tensor), dtype=tensor.dtype, device="cuda")
+    return whole[tensor.storage_offset() :].copy_(tensor)
 
 
 @pytest.mark.gpu
 def test_the_kernel_gives_the_numbers_of_the_cpu(there: list[torch.Tensor]) -> None:
     """Bit for bit, with a new table and with the one that is known; a flipped bit changes them."""
     assert device_fingerprint._launch() is not None, "Triton is not there: the kernel did not run"
-    expected = device_fingerprint.by_torch([words_of(tensor) for tensor in _tensors()]).tolist()
+    expected = device_fingerprint.by_torch(_tensors()).tolist()
     for _ in range(2):
         assert device_fingerprint.device_fingerprints(there).tolist() == expected
     there[-1][-1] ^= 1
@@ -50,11 +58,12 @@ def test_the_kernel_gives_the_numbers_of_the_cpu(there: list[torch.Tensor]) -> N
 def test_operations_of_torch_give_the_same(there: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fallback, on the device."""
     monkeypatch.setattr(device_fingerprint._KERNEL, "given_up", True)
-    expected = device_fingerprint.by_torch([words_of(tensor) for tensor in _tensors()]).tolist()
+    expected = device_fingerprint.by_torch(_tensors()).tolist()
     assert device_fingerprint.device_fingerprints(there).tolist() == expected
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_all_tensors_take_one_launch() -> None:
     """One of the kernel, and the copy of what the sums begin with; by torch there are more than one a tensor."""
     tensors = [torch.ones(1000 + n, device="cuda") for n in range(200)]
@@ -76,6 +85,7 @@ def launches(call: Any) -> list[str]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_samples_of_a_device_are_those_of_the_cpu_where_all_is_read(there: list[torch.Tensor]) -> None:
     """So that a batch of a loader is known again after its way to the device; nothing is waited for meanwhile."""
     torch.cuda.synchronize()

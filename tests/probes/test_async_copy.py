@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddpdebug import device_fingerprint, fingerprint
+from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import async_copy
 
 
@@ -65,13 +66,21 @@ def test_what_is_no_block_of_memory_is_read_now(copies: Copies) -> None:
     assert copies.made == 0
 
 
-def test_a_kernel_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton without a compiler raises at the first launch: torch's operations go on from there, and tell the same."""
+class _TritonError(Exception):
+    """What Triton raises where it cannot compile a kernel: a class that is its own."""
+
+
+_TritonError.__module__ = "triton.compiler.errors"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("failed to find C compiler"), _TritonError("mismatched types")])
+def test_a_kernel_that_fails_is_given_up(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises at the first launch: torch's operations go on from there, and tell the same."""
     tries = []
 
     def fused(words: Any, launch: Any) -> torch.Tensor:
         tries.append(launch)
-        raise RuntimeError("failed to find C compiler")
+        raise error
 
     monkeypatch.setattr(device_fingerprint, "_launch", lambda: "kernel")
     monkeypatch.setattr(device_fingerprint, "fused", fused)
@@ -80,7 +89,7 @@ def test_a_kernel_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors = [torch.arange(5.0), torch.zeros(3)]
     expected = device_fingerprint.by_torch([fingerprint.words_of(t) for t in tensors])
     for _ in range(2):
-        assert torch.equal(device_fingerprint.device_fingerprints(tensors), expected)
+        assert torch.equal(device_fingerprint.device_fingerprints(tensors, is_users), expected)
     assert tries == ["kernel"]
 
 

@@ -23,9 +23,10 @@ _FIGURES: dict[str, Any] = {
         "kernel": True,
         "gb_per_second": {"fingerprints": 2000.4, "by torch": 200.0, "plain sum": 2500.0},
         "share": 0.8,
+        "host": 0.000211,
     },
     "model": {"parameters": 202_000_000, "tensors": 197, "backend": "nccl"},
-    "launches": {"plain": 900, "checked": 910, "ours": 10, "tensors": 197},
+    "launches": {"plain": 900, "ours": 10, "tensors": 197, "kinds": {"norms": 7, "fingerprints": 3}},
     "step": {
         "rounds": 12,
         "steps": 40,
@@ -70,7 +71,8 @@ def test_what_was_recorded_stands_with_its_device() -> None:
         "| device | a device |",
         "| commit | 0123456789 |",
         "80% of 120 tensors with 1.08 GB (fingerprints 2000 GB/s, by torch 200 GB/s, plain sum 2500 GB/s)",
-        "10 beside 900 of the step, of 197 parameters",
+        "the host takes 211 µs to start it",
+        "10 beside 900 of the step, of 197 parameters: norms 7, fingerprints 3 |",
         "1.0040 [1.0030, 1.0060] (12 rounds of 40 steps of 50.0 ms, 202M parameters, nccl)",
         "```\nsummary\n```",
     ):

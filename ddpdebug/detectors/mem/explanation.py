@@ -33,6 +33,11 @@ class ExplainingRule(Detector):
         "share of that growth which each half of the steps must bring",
         source="chosen: growth that ends, or comes at once, is no leak",
     )
+    oom_one_line = Threshold(
+        0.5,
+        "share of what is allocated that one line has allocated, from which that line explains a failed allocation",
+        source="an argument: it then has more than all the rest together, the model included",
+    )
     oom_steps = Threshold(
         12, "steps whose memory must be known for that", source="the first ones bring optimizer state and buckets"
     )
@@ -42,7 +47,7 @@ class ExplainingRule(Detector):
 class Explanation:
     """The likely cause with its evidence, and what to try."""
 
-    kind: str  # "batch", "leak", "fragmentation", "optimizer state", "first step", "unknown"
+    kind: str  # "batch", "leak", "fragmentation", "optimizer state", "line", "first step", "unknown"
     text: str
     actions: tuple[str, ...]
 
@@ -51,9 +56,9 @@ def explain(failure: AllocationFailure, rule: ExplainingRule | None = None) -> E
     """Return the likely cause of a failed allocation."""
     rule = rule or ExplainingRule()
     known = _larger_batch(failure, rule) or _fragmentation(failure, rule) or _leak(failure, rule)
-    if (found := known or _optimizer_state(failure) or _too_big(failure)) is not None:
+    if (found := known or _optimizer_state(failure) or _one_line(failure, rule) or _too_big(failure)) is not None:
         return found
-    text = "nothing singles out a cause: the job was close to the limit all the time"
+    text = "nothing singles out a cause: no batch was larger, nothing has grown, and the job was close to the limit"
     return Explanation(kind="unknown", text=text, actions=tuple(what_if(failure)))
 
 
@@ -144,6 +149,18 @@ def _optimizer_state(failure: AllocationFailure) -> Explanation | None:
         "an optimizer with less state (SGD with momentum keeps one copy, Adafactor less)",
     )
     return Explanation(kind="optimizer state", text=text, actions=actions)
+
+
+def _one_line(failure: AllocationFailure, rule: ExplainingRule) -> Explanation | None:
+    sizes = {line: size for line, size in failure.lines.items() if ":" in line}
+    line = max(sizes, key=sizes.__getitem__, default="")
+    # parameters and their like come from one line, too: that of `model.to(device)`
+    if not line or not rule.oom_one_line * failure.allocated < sizes[line] <= failure.split.get("other", 0):
+        return None
+    before = f"; the step before ended with {size_text(failure.curve[-1][1])}" if failure.curve else ""
+    text = f"one line has allocated {size_text(sizes[line])} of {size_text(failure.allocated)}: {line}{before}"
+    actions = ("see whether that line should make so much, or so often", *what_if(failure)[:2])
+    return Explanation(kind="line", text=text, actions=actions)
 
 
 def _too_big(failure: AllocationFailure) -> Explanation | None:

@@ -18,11 +18,12 @@ def render(summary: MemoryState, explanation: Explanation | None, table: str) ->
     if explanation is not None:
         lines += [f"likely cause: {explanation.text}", *(f"  - {action}" for action in explanation.actions), ""]
     lines += _numbers(summary)
-    for title, table_of in (("by kind", summary.split), ("by module", summary.modules), ("by line", summary.lines)):
+    kinds = {name.replace("_", " "): size for name, size in summary.split.items()}
+    for title, table_of in (("by kind", kinds), ("by module", summary.modules), ("by line", summary.lines)):
         sizes = {name: size for name, size in table_of.items() if size}
         if sizes:
             lines += ["", f"{title}:"]
-            lines += [f"  {size_text(size):>10}  {clean(name.replace('_', ' '), 120)}" for name, size in sizes.items()]
+            lines += [f"  {size_text(size):>10}  {clean(name, 120)}" for name, size in sizes.items()]
     if summary.largest:
         lines += ["", "parameters, gradients and optimizer state by module:"]
         lines += [f"  {size:>10}  {clean(name, 120)}" for name, size in summary.largest.items()]
