@@ -141,7 +141,12 @@ def _is_block(tensor: Tensor) -> bool:
     """Tell whether a tensor's elements are one block of memory, of whole words that the device can load."""
     if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.data_ptr() % _word_bytes(tensor.nbytes) == 0 and (not tensor.nbytes or has_data(tensor))
+    size = tensor.nbytes
+    if not size:
+        return True
+    address = tensor.data_ptr()  # 0 where FSDP has freed the memory, and the storage is then shorter
+    fits = tensor.storage_offset() * tensor.itemsize + size <= tensor.untyped_storage().nbytes()
+    return fits and address != 0 and address % _word_bytes(size) == 0
 
 
 def _begun(size: int) -> int:

@@ -149,6 +149,8 @@ def page(record: Record | None) -> str:
         lines += ["| on | |", "|---|---|", *(f"| {key} | {record[key]} |" for key in keys), ""]
     lines += ["## What holds", "", "| what | goal | outcome |", "|---|---|---|"]
     lines += [f"| {what} | {goal} | {outcome_of(names, tests)} |" for what, goal, names in ITEMS]
+    if record is not None and (remark := record.get("remark")):  # by hand, of what a failure was
+        lines += ["", remark]
     lines += ["", "## What it costs", "", "| what | goal | measured |", "|---|---|---|"]
     lines += [f"| {what} | {goal} | {found} |" for (what, goal), found in zip(FIGURES, figures, strict=True)]
     lines += ["", "Ratios are medians over the rounds with the quartiles in brackets.", ""]
@@ -161,7 +163,8 @@ def page(record: Record | None) -> str:
         "",
         "- The scripts of `tests/gpu` run on the CPU, plain and attached (`make test-slow test-thorough`). A GPU adds",
         "  the device, its streams and its libraries.",
-        "- The kernel runs in Triton's interpreter (`make triton`), with the numbers of torch's operations.",
+        "- The kernel runs in Triton's interpreter (`make triton`), with the numbers of torch's operations, and is",
+        "  compiled for devices of two kinds.",
         "- A capture is known by wrappers of `CUDAGraph.capture_begin` and `capture_end`, which a test calls by hand.",
     ]
     return "\n".join(lines) + "\n"

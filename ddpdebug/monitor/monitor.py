@@ -148,6 +148,7 @@ class Monitor:
     _hang_stop: HangStop | None = None
     _leaving = False
     _many: ManyRanks | None = None  # of more ranks than talk without a tree
+    _group: object | None = None  # the process group of the job whose store we have
 
     def __init__(
         self,
@@ -462,6 +463,7 @@ class Monitor:
             self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         lost = ""
         if self.world > 1:
+            self._group = internals.default_group_id()
             try:
                 self._store = internals.private_store()
             except Exception as error:  # noqa: BLE001 - a store of the user's may do anything
@@ -563,7 +565,8 @@ class Monitor:
         if len(members) == 1 and self._many is None:
             return Alone()
         while True:
-            group = internals.default_group_id()
+            # not the group of now: it may have been replaced since the store was had, which is then nobody else's
+            group = self._group or internals.default_group_id()
             try:
                 size, position = len(members), members.index(self.rank)
                 if generation == 0 or self._roll is None:
@@ -664,13 +667,25 @@ class Monitor:
             now = internals.default_group_id()
             if now == group and time.monotonic() > until:
                 return False
-            if now is not None and now != group:
-                if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world):
-                    raise ConnectionError(f"the new process group has {dist.get_world_size()} ranks, not {self.world}")
-                self._store = internals.private_store()
+            if now is not None and now != group and self._take_store(now):
                 return True
             time.sleep(0.05)
         return False
+
+    def _take_store(self, group: object) -> bool:
+        """Take the store of a process group; return whether it is still the job's, which may end it at any moment."""
+        try:
+            place, store = (dist.get_rank(), dist.get_world_size()), internals.private_store()
+        except Exception:
+            if internals.default_group_id() == group:
+                raise
+            return False
+        if internals.default_group_id() != group:
+            return False
+        if place != (self.rank, self.world):
+            raise ConnectionError(f"the new process group has {place[1]} ranks, not {self.world}")
+        self._store, self._group = store, group
+        return True
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id

@@ -187,7 +187,8 @@ def default_group_id() -> object | None:
 
     It is no address: a group is often made where the one before it was.
     """
-    return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if group is None else weakref.ref(group)  # the script may end it between two lines
 
 
 def store_host(store: Any) -> str:

@@ -246,7 +246,7 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> Produced:
             "options": own,
             "ranks": 2,
             "timeout": 240,
-            "meets": True,
+            "meets": 0,
         }
         jobs.append({**about, "cwd": str(folder / str(number)), "inject": {"0": _CURIOUS, "1": _CURIOUS}})
     (folder / "jobs.json").write_text(json.dumps(jobs))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from ddpdebug.commands import main
 
 
 @pytest.mark.jobs
-def test_an_allocation_that_fails_is_explained(device: str, train: Callable[..., Any]) -> None:
+def test_an_allocation_that_fails_is_explained(
+    device: str, train: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """MEM401 names module and line, the error is torch's; on CUDA there is a snapshot, which names the line as well."""
     options = ["--every-step", "--memory-history", "full"] if device == "cuda" else ["--memory-limit", "400000000"]
     done = train("out_of_memory.py", device, watched=True, options=options)
@@ -29,9 +30,8 @@ def test_an_allocation_that_fails_is_explained(device: str, train: Callable[...,
     assert told["device"]  # the limit on the CPU stands for one
     assert told["lines"]
     if device == "cuda":
-        shown = CliRunner().invoke(main, ["memory", str(folder / "step-4-snapshot.pickle")])
-        assert shown.exit_code == 0, shown.output
-        assert "out_of_memory.py:20" in shown.output
+        assert main(["memory", str(folder / "step-4-snapshot.pickle")]) == 0
+        assert "out_of_memory.py:20" in capsys.readouterr().out
     assert done.trouble() == ""
 
 

@@ -31,7 +31,7 @@ def _both(script: str, args: list[str], options: list[str], folder: Path, **more
             "options": given,
             "cwd": str(folder / name),
             "patient": True,
-            "meets": True,
+            "meets": 0,
         }
         jobs.append({**job, **more})
     return jobs

@@ -129,7 +129,7 @@ def test_a_fault_costs_only_what_depends_on_it(run_jobs: Run, tmp_path: Path) ->
         folder.mkdir()
         ranks = {"0": inject, "1": inject}
         job = {"script": "faulty.py", "ranks": 2, "options": _OPTIONS, "inject": ranks, "cwd": str(folder)}
-        return {**job, "patient": True, "meets": True}
+        return {**job, "patient": True, "meets": 0}
 
     place = tmp_path / "seen.json"
     (recorded,) = run_jobs([job(tmp_path / "whole", f"PLACE = {str(place)!r}\n{_RECORD}")])

@@ -70,7 +70,16 @@ def test_the_second_attempt_is_compared_in_two_jobs_at_once(
         assert "RANK101" not in {f["code"] for f in _findings(tmp_path / name / "run" / "previous-1")}
 
 
-_KINDS = {"again": "", "file": "", "mine": "the job's store gives no connection of our own"}
+_KINDS = {"again": "", "late": "", "file": "", "mine": "the job's store gives no connection of our own"}
+#: Groups that are ended before the one that stays, in which the ranks have to meet, however busy the machine is.
+_ENDED_BEFORE = {"again": 3, "late": 3, "file": 0}
+#: A busy machine lets rank 0 look for the others only when the group whose store it has got is long gone.
+_LATE = """
+import time
+from ddpdebug.monitor.monitor import Monitor
+connect = Monitor._connect
+Monitor._connect = lambda self, *args: time.sleep(2) or connect(self, *args)
+"""
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -78,10 +87,10 @@ def test_groups_that_come_and_go(
     kind: str, run_jobs: Callable[..., Any], compare: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """The ranks meet in the group that stays; a store that gives us no connection is left alone, and that is said."""
-    job = {"script": "regroup.py", "args": [kind]}
-    plain, watched = run_jobs(
-        [{**job, "options": None}, {**job, "options": ["--out", "run"], "cwd": str(tmp_path), "patient": True}]
-    )
+    job = {"script": "regroup.py", "args": ["again" if kind == "late" else kind]}
+    watch = {"options": ["--out", "run"], "cwd": str(tmp_path), "patient": True, "meets": _ENDED_BEFORE.get(kind)}
+    watch["inject"] = {"0": _LATE} if kind == "late" else {}
+    plain, watched = run_jobs([{**job, "options": None}, {**job, **watch}])
     assert [rank["status"] for rank in plain] == [0, 0], plain
     assert compare(plain, watched) == []
     err = watched[0]["err"]

@@ -10,7 +10,8 @@ A job is {"script", "args", "ranks", "cwd", "timeout"}; a script without a folde
 - "options": of `ddpdebug run`, or null for plain Python; one for all ranks, or {"0": ..., "1": ...}
 - "inject": Python source per rank that runs before ddpdebug does
 - "patient": at its end a rank waits long for the others, which a busy machine may keep from running
-- "meets": a rank that destroys its process group waits until the ranks have met
+- "meets": a rank that destroys its process group waits until the ranks have met; with a number the first so many
+  times it does not
 - "stays": ranks that do not end by themselves; the job is over once all others have
 - "events": [[what to wait for: a text in the rank's output, or seconds; rank; signal], ...] in this order
 - "tree": the watched ranks talk and are judged as very many do (decision 33)
@@ -65,10 +66,10 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
 
         ticks.LEAVE_SECONDS = ticks._SILENCE_SECONDS = 60.0
         ticks.Exchange.close.__defaults__ = (61.0,)
-    if job.get("meets"):
+    if job.get("meets") is not None:
         from ddpdebug.exchange.ticks import Exchange
 
-        _meet_before_the_group_ends(Exchange)
+        _meet_before_the_group_ends(Exchange, int(job["meets"]))
     if job.get("tree"):
         become_many()
     exec(job.get("inject", {}).get(str(rank), ""), {})
@@ -76,11 +77,12 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
     sys.exit(main(sys.argv[1:]))
 
 
-def _meet_before_the_group_ends(exchange: Any) -> None:
+def _meet_before_the_group_ends(exchange: Any, after: int) -> None:
     """Let a script that destroys its process group, and the store with it, wait until its ranks have met."""
     import torch.distributed as dist
 
     made: list[Any] = []
+    ended: list[bool] = []
     start, destroy = exchange.start, dist.destroy_process_group
 
     def noted(self: Any) -> None:
@@ -88,7 +90,8 @@ def _meet_before_the_group_ends(exchange: Any) -> None:
         start(self)
 
     def patient(*args: Any, **kwargs: Any) -> None:
-        until = time.monotonic() + 60
+        ended.append(True)
+        until = time.monotonic() + (60 if len(ended) > after else 0)
         while any(each.state == "meeting" for each in made) and time.monotonic() < until:
             time.sleep(0.02)
         destroy(*args, **kwargs)
