@@ -1,16 +1,17 @@
 """Fingerprints of tensors on a device, computed there without waiting for it.
 
 The sum, modulo 2**64, of a tensor's words times weights that depend on the position: both are signed integers of 32
-bits, no two positions of a chunk have the same weight and none has 0. So one word that changes, by whatever, and two
-that change places are seen for certain: what they change in the sum is a product of less than 2**64. On CUDA with
-Triton that is one launch over all tensors, bound by the memory's bandwidth: each block adds the sum of one tile to its
-tensor's slot, and sums of integers do not depend on the order of the blocks. Elsewhere the same numbers come from
+bits, no two positions of a chunk have the same weight and none has 0. So one word that changes, by whatever, and two of
+a chunk that change places are seen for certain: what they change in the sum is a product of less than 2**64. On CUDA
+with Triton that is one launch over all tensors, bound by the memory's bandwidth: each block adds the sum of one tile to
+its tensor's slot, and sums of integers do not depend on the order of the blocks. Elsewhere the same numbers come from
 operations of torch, several for each tensor. docs/gpu.md has what was measured.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -165,8 +166,8 @@ def _words_of(tensor: Tensor) -> Tensor:
     """View a tensor's memory as words, in logical order."""
     flat = integers_of(tensor).contiguous().reshape(-1)
     size = _word_bytes(flat.nbytes)
-    if flat.data_ptr() % size or flat.storage_offset() * flat.itemsize % size:
-        flat = flat.clone()
+    if flat.data_ptr() % size or flat.storage_offset() * flat.itemsize % size or flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(_WORDS[size])
 
 
@@ -197,7 +198,9 @@ _KERNEL = _Kernel()
 
 @functools.cache
 def _launch() -> Launch | None:
-    """Return the kernel's launch; None where Triton is not there."""
+    """Return the kernel's launch; None where Triton is not there, or interprets, which reads addresses on the host."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in {"", "0"}:
+        return None
     try:
         from ddpdebug.triton_kernels import launch  # noqa: PLC0415 - loads Triton, which a job on CPUs does not need
     except ImportError:

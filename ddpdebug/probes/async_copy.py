@@ -105,6 +105,9 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
             given = iter(values)
             values = [0 if t is None else next(given) for t in tensors]
         return lambda: values
+    wrapped = [t is not None and t.device.type != "cpu" and hasattr(t, "__tensor_flatten__") for t in tensors]
+    if any(wrapped):
+        return _digests_of_wrapped(tensors, wrapped)
     found = [0] * len(tensors)
     copies: list[tuple[list[int], torch.Tensor, Callable[[], None]]] = []
     for place in {tensor.device for tensor in tensors if tensor is not None}:
@@ -116,6 +119,24 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
             host, wait = _detached_copy(device_fingerprints([tensor for _, tensor in some], is_users))
             copies.append(([i for i, _ in some], host, wait))
     return functools.partial(_read, found, copies)  # holds no tensor of the job: it is read late, and kept for longer
+
+
+def _digests_of_wrapped(tensors: Sequence[Any], wrapped: Sequence[bool]) -> Later:
+    """Fingerprint what tensors are made of (DTensor and its like), which may be made of others again."""
+    parts: list[Any] = []
+    numbers_of: list[int] = []
+    for tensor, is_wrapped in zip(tensors, wrapped, strict=True):
+        names = tensor.__tensor_flatten__()[0] if is_wrapped else ()
+        some = [value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)]
+        parts += some if is_wrapped else [tensor]
+        numbers_of.append(len(some) if is_wrapped else -1)
+    later = digests(parts)
+
+    def read() -> list[int]:
+        values = iter(later())
+        return [next(values) if n < 0 else fingerprint.combine([next(values) for _ in range(n)]) for n in numbers_of]
+
+    return read
 
 
 def _read(found: list[int], copies: Sequence[tuple[list[int], torch.Tensor, Callable[[], None]]]) -> list[int]:

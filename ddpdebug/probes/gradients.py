@@ -17,6 +17,9 @@ from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.record import Part, SinceLastStep
 
+#: Of a tensor whose norm is taken with those of others: torch 2.6 counts them with 32 bits there.
+_MOST_ELEMENTS = (1 << 31) - 1
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _EXACT = frozenset({torch.float32, torch.float64})
 
 
@@ -124,13 +127,22 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return `norm_of` each tensor; for what is on a device a few launches take all of a dtype."""
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if tensor.device.type != "cpu" and _summable(tensor):
+        if _is_one_of_many(tensor):
             together.setdefault((tensor.device, tensor.dtype), []).append(i)
     found: dict[int, torch.Tensor] = {}
     for (_, dtype), some in together.items():
         norms = internals.norms_there([tensors[i].detach() for i in some], _norm_dtype(dtype))
         found.update(zip(some, norms, strict=True))
     return [found[i] if i in found else norm_of(tensor) for i, tensor in enumerate(tensors)]
+
+
+def _is_one_of_many(tensor: torch.Tensor) -> bool:
+    """Tell whether torch takes the norm of a tensor with those of others; one that it cannot slows down all of them."""
+    if tensor.device.type == "cpu" or not _summable(tensor) or not 0 < tensor.numel() <= _MOST_ELEMENTS:
+        return False
+    channels_last = _CHANNELS_LAST.get(tensor.dim())
+    is_last = channels_last is not None and tensor.is_contiguous(memory_format=channels_last)
+    return is_last or tensor.is_contiguous()
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,17 @@ def device_memory_limit() -> int:
     """Return the bytes that this process may have of the current device; asks the driver."""
     # torch has it for all accelerators since 2.10
     info: Any = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
+    return int(info()[1] * _share_of_device())
+
+
+def _share_of_device() -> float:
     share: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None) if torch.cuda.is_initialized() else None
-    return int(info()[1] * (1.0 if share is None else share()))
+    try:
+        return 1.0 if share is None else min(1.0, share())  # without a limit cudaMallocAsync has one beyond the device
+    except RuntimeError as error:  # an allocator that knows none
+        if type(error) not in {RuntimeError, NotImplementedError}:
+            raise  # a class of somebody else's: a signal handler's
+        return 1.0
 
 
 def record_memory_history(level: str) -> bool:

@@ -304,6 +304,8 @@ FAILED = AllocationFailure(
         ({"lines": {"a.py:7": 39 * GIB}}, "unknown", "close to the limit"),  # parameters are in it
         ({"lines": {"a.py:7": 34 * GIB}}, "unknown", "close to the limit"),
         ({"lines": {"unknown": 36 * GIB}}, "unknown", "close to the limit"),
+        ({"lines": {"/x/site-packages/torch/nn/functional.py:9": 36 * GIB}}, "unknown", "close to the limit"),
+        ({"lines": {"a.py:7": 36 * GIB}, "steps": 0, "curve": ()}, "first step", "does not fit (parameters 8 GiB"),
         ({}, "unknown", "close to the limit"),
         ({"curve": tuple((s, min(60, 20 + 9 * s) * GIB, 1) for s in range(40))}, "unknown", "close to the limit"),
     ],

@@ -25,7 +25,8 @@ def _tensors() -> list[torch.Tensor]:
     found = [raw[: 8 * n].view(dtype) for n in (0, 1, 31, 4096, 4097, 100_001) for dtype in _DTYPES]
     found += [found[10].reshape(-1, 1).t(), raw[: 1 << 14].view(torch.float32).reshape(64, 64).t()]
     found += [raw[:64].view(torch.complex64), (raw[:999] & 1).bool(), torch.arange(CHUNK_WORDS + 5, dtype=torch.int32)]
-    found += [torch.arange(99.0)[1:], torch.arange(99).to(torch.int16)[1:]]  # at addresses of no whole 16 bytes
+    half = torch.arange(99).to(torch.int16)
+    found += [half, half[1:], torch.arange(99.0)[1:]]  # words of two bytes; addresses of no whole 16 bytes
     return [*found, torch.arange(CHUNK_WORDS + 5).to(torch.int8)]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
 from ddpdebug import device_fingerprint, fingerprint
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.probes import async_copy
+from ddpdebug.probes import async_copy, gradients
 
 
 class Copies:
@@ -76,14 +76,12 @@ _TritonError.__module__ = "triton.compiler.errors"
 @pytest.mark.parametrize("error", [RuntimeError("failed to find C compiler"), _TritonError("mismatched types")])
 def test_a_kernel_that_fails_is_given_up(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton raises at the first launch: torch's operations go on from there, and tell the same."""
-    tries = []
-
-    def fused(words: Any, launch: Any) -> torch.Tensor:
-        tries.append(launch)
-        raise error
-
+    tries: list[str] = []
+    # in a file of nobody's: what a test's own function raises is the user's
+    known: dict[str, Any] = {"tries": tries, "error": error}
+    exec(compile("def fused(words, launch): tries.append(launch); raise error", "<triton>", "exec"), known)
     monkeypatch.setattr(device_fingerprint, "_launch", lambda: "kernel")
-    monkeypatch.setattr(device_fingerprint, "fused", fused)
+    monkeypatch.setattr(device_fingerprint, "fused", known["fused"])
     monkeypatch.setattr(device_fingerprint._KERNEL, "given_up", False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     tensors = [torch.arange(5.0), torch.zeros(3)]
@@ -151,3 +149,69 @@ def test_tensors_of_several_devices_are_told_in_their_order(copies: Copies, monk
     copies.arrived = True
     assert later() == [5, 0, fingerprint.fingerprint(here), 7]
     assert copies.made == 1
+
+
+class _Wrapping(torch.Tensor):
+    """A tensor on a device that has two others, as DTensor has one."""
+
+    @staticmethod
+    def __new__(cls, *inner: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, inner[0].shape, device="meta")
+        made.one, made.other = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["one", "other"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_a_tensor_of_tensors_has_the_fingerprints_of_these(copies: Copies) -> None:
+    """Whatever memory the outer one has: none."""
+    one, other = torch.arange(3.0), torch.arange(4.0)
+    outer = _Wrapping(one, _Wrapping(other, one))
+    copies.arrived = True
+    inner = fingerprint.combine(fingerprint.fingerprints([other, one]))
+    expected = [0, fingerprint.combine([fingerprint.fingerprint(one), inner]), fingerprint.fingerprint(other)]
+    assert async_copy.digests([None, outer, other])() == expected
+
+
+def test_memory_that_is_gone_is_not_read() -> None:
+    """FSDP frees it under a tensor that stays: no block for the kernel, and nothing for torch's operations."""
+    whole = torch.arange(10.0)
+    view = whole[2:]
+    assert device_fingerprint._is_block(view)
+    whole.untyped_storage().resize_(0)
+    assert not device_fingerprint._is_block(view)
+    assert device_fingerprint.by_torch([view]).tolist() == [fingerprint.signed(fingerprint.NO_DATA)]
+
+
+def test_a_number_of_large_stride_has_words() -> None:
+    """Torch calls it contiguous, and does not view it as smaller ones."""
+    number = torch.arange(10.0, dtype=torch.float64)[5::5][:1]
+    assert device_fingerprint.by_torch([number]).tolist() == device_fingerprint.by_torch([number.clone()]).tolist()
+
+
+def test_triton_that_interprets_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the device's addresses on the host."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert device_fingerprint._launch.__wrapped__() is None
+
+
+def test_norms_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, whatever their dtypes and layouts; what torch cannot take with others is taken by itself."""
+    taken: list[int] = []
+    together = gradients.internals.norms_there
+    monkeypatch.setattr(
+        gradients.internals, "norms_there", lambda some, dtype: (taken.append(len(some)), together(some, dtype))[1]
+    )
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+    some: list[torch.Tensor] = [torch.arange(5.0), torch.ones(3, dtype=torch.bfloat16), torch.empty(0)]
+    some += [torch.arange(6.0).to(torch.float64), torch.arange(4), torch.ones(4, 4)[::2, ::2], torch.full((), 2.0)]
+    some += [torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last), torch.ones(2, dtype=torch.complex64)]
+    found = gradients.norms_of(some)
+    assert [float(norm) for norm in found] == [float(gradients.norm_of(tensor)) for tensor in some]
+    assert [norm.dtype for norm in found] == [gradients.norm_of(tensor).dtype for tensor in some]
+    assert taken == [3, 1, 1]  # float32, bfloat16, float64

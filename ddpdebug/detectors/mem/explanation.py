@@ -56,7 +56,7 @@ def explain(failure: AllocationFailure, rule: ExplainingRule | None = None) -> E
     """Return the likely cause of a failed allocation."""
     rule = rule or ExplainingRule()
     known = _larger_batch(failure, rule) or _fragmentation(failure, rule) or _leak(failure, rule)
-    if (found := known or _optimizer_state(failure) or _one_line(failure, rule) or _too_big(failure)) is not None:
+    if (found := known or _optimizer_state(failure) or _too_big(failure) or _one_line(failure, rule)) is not None:
         return found
     text = "nothing singles out a cause: no batch was larger, nothing has grown, and the job was close to the limit"
     return Explanation(kind="unknown", text=text, actions=tuple(what_if(failure)))
@@ -152,7 +152,7 @@ def _optimizer_state(failure: AllocationFailure) -> Explanation | None:
 
 
 def _one_line(failure: AllocationFailure, rule: ExplainingRule) -> Explanation | None:
-    sizes = {line: size for line, size in failure.lines.items() if ":" in line}
+    sizes = {line: size for line, size in failure.lines.items() if ":" in line and "-packages/" not in line}
     line = max(sizes, key=sizes.__getitem__, default="")
     # parameters and their like come from one line, too: that of `model.to(device)`
     if not line or not rule.oom_one_line * failure.allocated < sizes[line] <= failure.split.get("other", 0):

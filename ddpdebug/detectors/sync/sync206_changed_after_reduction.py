@@ -23,7 +23,7 @@ from ddpdebug.schema.details import Gradients
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import outvoted
 
-#: The norm of a gradient is taken twice by the same kernel: equal elements give equal norms.
+#: The norm of a gradient is taken twice, nearly always by the same kernel: equal elements give equal norms.
 _UNCHANGED = 1e-6
 _EQUAL_SUMS: dict[str, Any] = {"reduced_sums": {"w": 0.5, "b": 0.1}}
 _CLIP: dict[str, Any] = {"clip_norm": 4.0, "clip_max": 1.0}
