@@ -87,7 +87,7 @@ class _Queued:
 
     @property
     def last(self) -> bool:
-        return self.step.any(Flag.LAST_STATE)
+        return self.step.last
 
     def complete(self) -> bool:
         return all(answers.keys() >= self.who for answers in self.asked.values())
@@ -115,6 +115,7 @@ class Diagnosis:
         rules = [rule(config) for rule in catalog()] if detectors is None else list(detectors)
         self._rules = sorted(rules, key=lambda rule: rule.code)
         self._seeing_all = frozenset(rule.code for rule in self._rules if _sees_every_step(rule))
+        self._comparing = frozenset(rule.code for rule in self._rules if isinstance(rule, ComparisonRule))
         self._on_trouble = on_trouble
         self._incidents = Incidents(world, read((config or {}).get("ignore")))
         self._queue: deque[_Queued] = deque()
@@ -245,17 +246,20 @@ class Diagnosis:
         try:
             return action(*args)
         except Exception as error:  # noqa: BLE001 - one bad rule must not take the others with it
-            self._rules = [r for r in self._rules if r is not rule]
-            self._members.clear()
-            if self._on_trouble is not None:
-                self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
+            self._switch_off(rule, error)
             return otherwise
+
+    def _switch_off(self, rule: Detector, error: Exception) -> None:
+        self._rules = [r for r in self._rules if r is not rule]
+        self._members.clear()
+        if self._on_trouble is not None:
+            self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
 
     def _findings(self, rule: Detector, action: Callable[..., Iterable[Finding]], *args: Any) -> list[Finding]:
         return self._run(rule, [], lambda: list(action(*args)))
 
     def _read(self, rule: Detector, step: Step) -> tuple[Reading, RankClasses | None]:
-        unread = (step.any(Flag.LAST_STATE) and not rule.last_state) or _is_beyond(rule, step)
+        unread = (step.last and not rule.last_state) or (step.chosen and _is_beyond(rule, step))
         if unread or not isinstance(rule, ComparisonRule):
             return _UNKNOWN if unread else _FREE
         key = ("classes", rule.code)
@@ -271,7 +275,7 @@ class Diagnosis:
             return Reading.NEW, shown
         if group.incidents and not group.silent:
             return Reading.KNOWN, shown
-        waits = group.wait > 0 and not (group.silent and step.any(Flag.LAST_STATE))
+        waits = group.wait > 0 and not (group.silent and step.last)
         return (Reading.WAITING if waits else Reading.NEW), shown
 
     def _ask(self, queued: _Queued) -> None:
@@ -282,8 +286,8 @@ class Diagnosis:
         rules = set(queued.rules)
         others = [q for q in self._queue if q is not queued and q.step.optimizer == step.optimizer]
         pending = {code for other in others for code in other.rules} if queued is not self._queue[0] else set()
-        for rule in list(self._rules):
-            if not rule.wants or rule.code in rules or (rule.code in pending and not rule.every_sample):
+        for rule in [rule for rule in self._rules if rule.wants]:
+            if rule.code in rules or (rule.code in pending and not rule.every_sample):
                 continue
             if self._run(rule, False, self._curious, rule, step):
                 rules.add(rule.code)
@@ -295,7 +299,7 @@ class Diagnosis:
             self._outbox.append(about)
 
     def _curious(self, rule: Detector, step: Step) -> bool:
-        if (step.any(Flag.LAST_STATE) and not rule.last_state) or _is_beyond(rule, step):
+        if (step.last and not rule.last_state) or (step.chosen and _is_beyond(rule, step)):
             return False
         if rule.every_sample:
             return rule.suspects(step)
@@ -343,9 +347,9 @@ class Diagnosis:
         }
         step = step.with_details(details) if details else step
         found: dict[str, list[Finding]] = {}
-        seeing, last = self._seeing_all, queued.last
+        seeing, comparing, last = self._seeing_all, self._comparing, queued.last
         rules = self._rules if only is None else [rule for rule in self._rules if rule.code in only]
-        read = [rule for rule in rules if last or isinstance(rule, ComparisonRule)]
+        read = [rule for rule in rules if last or rule.code in comparing]
         readings = dict.fromkeys((rule.code for rule in rules), _FREE)
         readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
         for rule in tuple(rules):
@@ -353,10 +357,14 @@ class Diagnosis:
             if (last and not rule.last_state) or (step.chosen and _is_beyond(rule, step)):
                 continue
             # most steps show nothing, and most rules have nothing to remember of those
-            if (code in seeing or readings[code][0] not in _NOTHING) and (
-                new := self._findings(rule, rule.detect, step)
-            ):
-                found[code] = new
+            if code in seeing or (code in comparing and readings[code][0] not in _NOTHING):
+                try:  # as `_findings` does, once for each rule of each step
+                    new = list(rule.detect(step))
+                except Exception as error:  # noqa: BLE001 - as in `_run`
+                    self._switch_off(rule, error)
+                    continue
+                if new:
+                    found[code] = new
         self._settle(step, readings, found, queued.rules)
         self._judged += 1
 
@@ -370,9 +378,9 @@ class Diagnosis:
         admitted: list[tuple[Detector, Finding, RankClasses | None]] = []
         resting: list[Group] = []
         telling = asked.union(found)
-        for group, rules in self._groups(step.optimizer, readings).items():
+        for group, rules in self._stirred(step, readings, telling):
             reading, shown = max((readings[r.code] for r in rules), key=itemgetter(0))
-            if not shown and group.idle and not (telling and any(r.code in telling for r in rules)):
+            if not shown and group.idle and telling.isdisjoint(r.code for r in rules):
                 continue
             group.look(shown if reading is Reading.NEW else None)
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
@@ -396,6 +404,15 @@ class Diagnosis:
             group.rest_if_silent()
         for group in resting:
             self._incidents.close(group.rest())
+
+    def _stirred(
+        self, step: Step, readings: Mapping[str, tuple[Reading, RankClasses | None]], telling: frozenset[str]
+    ) -> Iterable[tuple[Group, list[Detector]]]:
+        """Yield the groups for which a step may mean something; in most steps these are few."""
+        stirring = telling.union(code for code, (_, shown) in readings.items() if shown)
+        for group, rules in self._groups(step.optimizer, readings).items():
+            if not group.idle or (stirring and any(rule.code in stirring for rule in rules)):
+                yield group, rules
 
     def _groups(self, optimizer: int, judging: Collection[str]) -> Mapping[Group, list[Detector]]:
         """Return the rules that judge now by group, in code order."""
@@ -438,9 +455,9 @@ class Diagnosis:
 
 
 def _is_beyond(rule: Detector, step: Step) -> bool:
-    """Whether chosen rows cannot show what a rule looks for."""
+    """Whether the chosen rows of a step cannot show what a rule looks for."""
     compares = isinstance(rule, ComparisonRule) and not rule.by_kind
-    return step.chosen and (rule.all_ranks or (step.parted and compares))
+    return rule.all_ranks or (step.parted and compares)
 
 
 def _asked(step: Step) -> frozenset[int]:

@@ -105,6 +105,11 @@ class Step:
         return {rank: row for rank, row in self.rows.items() if rank in ends}
 
     @cached_property
+    def last(self) -> bool:
+        """Whether this is what the last step has left, as it was at the end of the run."""
+        return self.any(Flag.LAST_STATE)
+
+    @cached_property
     def parted(self) -> bool:
         """Whether chosen rows show ranks of several kinds."""
         if not self.chosen:

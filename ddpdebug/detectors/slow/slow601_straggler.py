@@ -364,7 +364,7 @@ class Straggler(PaceRule):
     # --- in few steps -------------------------------------------------------------------------------------------------
 
     def _pauses(self, step: Step, series: _Series, timing: Timing) -> Findings:
-        usual, last = middle(series.recent), timing.last()
+        last = timing.last()
         if series.pausing and series.steps > series.pausing:
             series.pausing = 0
             series.open = {key: known for key, known in series.open.items() if known.phase != "pauses"}
@@ -378,12 +378,14 @@ class Straggler(PaceRule):
             gc=timing.times["gc"][last],
             elapsed=series.elapsed,
         )
+        quarter = self.pace_window // 4
+        looks, long = series.steps % quarter == 0, newest.behind >= self.pause_seconds
+        usual = middle(series.recent) if looks or long else 0.0  # in most steps nobody asks
         series.recent.append(timing.seconds)
         series.newest.append(newest)
-        quarter = self.pace_window // 4
-        if series.steps % quarter == 0 and len(series.newest) == self.pace_window:
+        if looks and len(series.newest) == self.pace_window:
             yield from self._often(step, series, timing, usual)
-        if len(series.recent) < self.pause_count or newest.behind < max(self.pause_size * usual, self.pause_seconds):
+        if len(series.recent) < self.pause_count or not long or newest.behind < self.pause_size * usual:
             return
         series.pauses.append(newest)
         collecting = [pause for pause in series.pauses if pause.gc >= self.straggler_phase * pause.behind]
