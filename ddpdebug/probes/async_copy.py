@@ -13,6 +13,7 @@ import torch
 from ddpdebug import fingerprint
 from ddpdebug.device_fingerprint import device_fingerprints
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.torch_internals import inherits
 
 #: Something that yields numbers when they are needed; calling it may wait for the device, so only off the hot path.
 Later = Callable[[], list[int]]
@@ -20,6 +21,8 @@ LaterOne = Callable[[], int]
 LaterFloats = Callable[[], list[float]]
 
 
+#: Classes of tensors that are parts, or that a collective may still be writing: to wait for it is the job's matter.
+_PARTS = ("DTensor", "ShardedTensor", "AsyncCollectiveTensor")
 #: Between two questions to a device, in seconds: soon, and then less and less often.
 _PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 
@@ -98,7 +101,14 @@ def sampled(tensor: torch.Tensor, limit: int) -> tuple[LaterOne, bool]:
 
 
 def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
-    """Fingerprint tensors where they are; None has the digest 0. CPU tensors are read now, others asynchronously."""
+    """Fingerprint tensors where they are; None has the digest 0. CPU tensors are read now, others asynchronously.
+
+    What is this rank's part of something has the same digest on all ranks, since nobody else has that part.
+    """
+    parts = {i for i, tensor in enumerate(tensors) if _is_part(tensor)}
+    if parts:
+        rest = digests([None if i in parts else tensor for i, tensor in enumerate(tensors)])
+        return lambda: [fingerprint.NO_DATA if i in parts else value for i, value in enumerate(rest())]
     if all(t is None or t.device.type == "cpu" for t in tensors):
         values = fingerprint.fingerprints([t for t in tensors if t is not None])
         if len(values) != len(tensors):
@@ -121,8 +131,14 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
     return functools.partial(_read, found, copies)  # holds no tensor of the job: it is read late, and kept for longer
 
 
+def _is_part(tensor: torch.Tensor | None) -> bool:
+    """Tell whether each rank has a tensor of its own by design, or one whose elements are still on their way."""
+    kind = type(tensor)
+    return not (kind is torch.Tensor or kind is torch.nn.Parameter or tensor is None) and inherits(kind, _PARTS)
+
+
 def _digests_of_wrapped(tensors: Sequence[Any], wrapped: Sequence[bool]) -> Later:
-    """Fingerprint what tensors are made of (DTensor and its like), which may be made of others again."""
+    """Fingerprint what tensors are made of (quantised ones and their like), which may be made of others again."""
     parts: list[Any] = []
     numbers_of: list[int] = []
     for tensor, is_wrapped in zip(tensors, wrapped, strict=True):
@@ -152,7 +168,7 @@ def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
     """Like `digests`, but large tensors are only sampled; None where that is not cheap (not on the CPU)."""
     if any(t.device.type != "cpu" for t in tensors):
         return None
-    values = [fingerprint.glance(t) for t in tensors]
+    values = [fingerprint.NO_DATA if _is_part(t) else fingerprint.glance(t) for t in tensors]
     return lambda: values
 
 

@@ -138,7 +138,9 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _is_one_of_many(tensor: torch.Tensor) -> bool:
     """Tell whether torch takes the norm of a tensor with those of others; one that it cannot slows down all of them."""
-    if tensor.device.type == "cpu" or not _summable(tensor) or not 0 < tensor.numel() <= _MOST_ELEMENTS:
+    if tensor.device.type == "cpu" or not _summable(tensor) or _is_gone(tensor):
+        return False
+    if not 0 < tensor.numel() <= _MOST_ELEMENTS:
         return False
     channels_last = _CHANNELS_LAST.get(tensor.dim())
     is_last = channels_last is not None and tensor.is_contiguous(memory_format=channels_last)
@@ -150,12 +152,17 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
 
     What has no elements to read has the norm 0.
     """
-    if not internals.is_plain(tensor):
+    if not internals.is_plain(tensor) or _is_gone(tensor):
         return torch.zeros((), device="cpu" if tensor.is_meta else tensor.device)
     dense = tensor.detach()
     if dense.is_complex():
         return _norm(torch.view_as_real(dense.resolve_conj()))
     return _norm(dense if dense.is_floating_point() else dense.to(torch.float64))
+
+
+def _is_gone(tensor: torch.Tensor) -> bool:
+    """Tell whether the memory of a plain tensor was freed under it, which torch's operations do not notice."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _summable(grad: torch.Tensor) -> bool:

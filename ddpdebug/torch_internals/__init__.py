@@ -77,7 +77,7 @@ from ddpdebug.torch_internals.names import (
     SavedTensor as SavedTensor,
     as_plain as as_plain,
     as_users as as_users,
-    inherits,
+    inherits as inherits,
     schema as schema,
 )
 from ddpdebug.torch_internals.replaying import (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 import torch
 
-from ddpdebug import device_fingerprint, fingerprint
+from ddpdebug import device_fingerprint, fingerprint, torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import async_copy, gradients
 
@@ -175,7 +178,51 @@ def test_a_tensor_of_tensors_has_the_fingerprints_of_these(copies: Copies) -> No
     copies.arrived = True
     inner = fingerprint.combine(fingerprint.fingerprints([other, one]))
     expected = [0, fingerprint.combine([fingerprint.fingerprint(one), inner]), fingerprint.fingerprint(other)]
-    assert async_copy.digests([None, outer, other])() == expected
+    later = async_copy.digests([None, outer, other])
+    gone = weakref.ref(outer)
+    del outer
+    assert gone() is None
+    assert later() == expected
+
+
+class DTensor(_Wrapping):
+    """Named as torch's: this rank's part of a tensor."""
+
+
+def test_a_part_has_the_same_digest_on_all_ranks() -> None:
+    """Whatever is in it, on the host and on a device, also at a glance."""
+    for n in (1.0, 2.0):
+        part = DTensor(torch.full((3,), n), torch.ones(3))
+        whole = torch.ones(2)
+        expected = [fingerprint.fingerprint(whole), fingerprint.NO_DATA, 0]
+        assert async_copy.digests([whole, part, None])() == expected
+    assert async_copy._is_part(part)
+    assert not any(map(async_copy._is_part, (whole, torch.nn.Parameter(whole), None, _Wrapping(whole, whole))))
+
+
+def test_the_norm_of_memory_that_is_gone_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would read it and end the process."""
+    whole = torch.arange(10.0)
+    view = whole[2:]
+    whole.untyped_storage().resize_(0)
+    assert float(gradients.norm_of(view)) == 0
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+    assert not gradients._is_one_of_many(view)
+
+
+def test_the_limit_of_a_device_is_the_share_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than there is, and all of it where nobody knows of a share."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (500, 1000), raising=False)
+    for share, limit in ((0.25, 250), (1e11, 1000), (RuntimeError("no such thing here"), 1000)):
+
+        def told(share: Any = share) -> float:
+            if isinstance(share, Exception):
+                raise share
+            return float(share)
+
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", told, raising=False)
+        assert internals.device_memory_limit() == limit
 
 
 def test_memory_that_is_gone_is_not_read() -> None:
@@ -196,6 +243,9 @@ def test_a_number_of_large_stride_has_words() -> None:
 
 def test_triton_that_interprets_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would read the device's addresses on the host."""
+    monkeypatch.setitem(sys.modules, "ddpdebug.triton_kernels", SimpleNamespace(launch="launch"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert device_fingerprint._launch.__wrapped__() == "launch"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert device_fingerprint._launch.__wrapped__() is None
 
@@ -207,10 +257,12 @@ def test_norms_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         gradients.internals, "norms_there", lambda some, dtype: (taken.append(len(some)), together(some, dtype))[1]
     )
+    monkeypatch.setattr(gradients, "_MOST_ELEMENTS", 18)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     some: list[torch.Tensor] = [torch.arange(5.0), torch.ones(3, dtype=torch.bfloat16), torch.empty(0)]
     some += [torch.arange(6.0).to(torch.float64), torch.arange(4), torch.ones(4, 4)[::2, ::2], torch.full((), 2.0)]
     some += [torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last), torch.ones(2, dtype=torch.complex64)]
+    some += [torch.ones(19)]
     found = gradients.norms_of(some)
     assert [float(norm) for norm in found] == [float(gradients.norm_of(tensor)) for tensor in some]
     assert [norm.dtype for norm in found] == [gradients.norm_of(tensor).dtype for tensor in some]

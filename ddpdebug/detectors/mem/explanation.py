@@ -9,6 +9,9 @@ from ddpdebug.detectors.kinds import Detector, Threshold
 from ddpdebug.detectors.mem.growth import MIB, size_text
 from ddpdebug.schema.announcements import AllocationFailure
 
+#: In the path of what somebody else has written.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
 
 class ExplainingRule(Detector):
     """A rule that explains failed allocations."""
@@ -152,7 +155,8 @@ def _optimizer_state(failure: AllocationFailure) -> Explanation | None:
 
 
 def _one_line(failure: AllocationFailure, rule: ExplainingRule) -> Explanation | None:
-    sizes = {line: size for line, size in failure.lines.items() if ":" in line and "-packages/" not in line}
+    known = {line: size for line, size in failure.lines.items() if ":" in line}
+    sizes = {line: size for line, size in known.items() if not any(word in line for word in _INSTALLED)}
     line = max(sizes, key=sizes.__getitem__, default="")
     # parameters and their like come from one line, too: that of `model.to(device)`
     if not line or not rule.oom_one_line * failure.allocated < sizes[line] <= failure.split.get("other", 0):
