@@ -66,8 +66,7 @@ _ELSEWHERE = {"equivalence": "tests/commands/test_equivalence.py"}
 _FOR_PEOPLE = {
     "before_sync": "which of several clippings came before the reduction",
     "compiled": "why module outputs were not looked at",
-    "lines": "which lines allocated, in the summary of a failed allocation",
-    "peak": "the most that was in use, likewise",
+    "peak": "the most that was in use, in the summary of a failed allocation",
     "sample": "all numbers of the allocator, likewise",
     "reads": "how many losses the labels were read from",
     "visits": "whether the search for a holder has seen all or stopped at its limit",
