@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpdebug.fingerprint import CHUNK_WORDS, MASK, NO_DATA, has_data, integers_of, signed
+from ddpdebug.fingerprint import CHUNK_WORDS, MASK, NO_DATA, PLAIN, has_data, integers_of, signed
 
 #: Words of one tile. A chunk of the weights is a whole number of tiles, so that a tile has one chunk's weight.
 TILE = 4096
@@ -31,7 +31,6 @@ _ALIGNED = 16
 _KEPT = 8
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 #: Adds the weighted sum of each tile to the slot of its tensor: `triton_kernels.launch`.
 Launch = Callable[[Tensor, Tensor, Tensor, int, int], None]
@@ -140,7 +139,7 @@ def _word_bytes(size: int) -> int:
 
 def _is_block(tensor: Tensor) -> bool:
     """Tell whether a tensor's elements are one block of memory, of whole words that the device can load."""
-    if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in PLAIN or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return False
     size = tensor.nbytes
     if not size:

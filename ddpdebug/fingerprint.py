@@ -46,7 +46,8 @@ MASK = (1 << 64) - 1
 NEVER_ZERO = 0x9E3779B97F4A7C15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDED = torch.strided
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+#: Classes of tensors that have no code of somebody else's.
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def of_bytes(data: bytes | bytearray | memoryview) -> int:
@@ -70,7 +71,7 @@ NO_DATA = of_text("ddpdebug: a tensor without data")
 
 def fingerprint(tensor: Tensor) -> int:
     """Return the fingerprint of what `tensor` contains; see the module's table."""
-    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
+    if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         size = tensor.nbytes
         if size == 0:
             return EMPTY
@@ -93,7 +94,7 @@ def glance(tensor: Tensor) -> int:
     Whatever changes a large tensor densely (an optimizer, scaling, a load) changes it; a single element may not.
     Equal to `fingerprint` where the whole is read.
     """
-    size = tensor.nbytes if tensor.is_cpu and tensor.layout is _STRIDED and type(tensor) in _PLAIN else 0
+    size = tensor.nbytes if tensor.is_cpu and tensor.layout is _STRIDED and type(tensor) in PLAIN else 0
     if size <= GLANCE_BYTES or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return fingerprint(tensor)
     if size + tensor.storage_offset() * tensor.itemsize > _storage_bytes(tensor):
@@ -127,7 +128,7 @@ def row_fingerprints(tensor: Tensor, row_bytes: int, most: int) -> list[int]:
 
     None, where it lies elsewhere or does not consist of whole rows. No operation of torch is called.
     """
-    size = tensor.nbytes if type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is _STRIDED else 0
+    size = tensor.nbytes if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is _STRIDED else 0
     if not 0 < row_bytes <= size or size % row_bytes or not tensor.is_contiguous():
         return []
     if tensor.is_conj() or tensor.is_neg() or size + tensor.storage_offset() * tensor.itemsize > _storage_bytes(tensor):
@@ -234,7 +235,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def integers_of(tensor: Tensor) -> Tensor:
     """Return a plain tensor of the same bits, as integers if there are any of that size: those can always be copied."""
     with torch.no_grad(), as_plain():
-        plain = tensor.detach() if type(tensor) in _PLAIN else tensor.detach().as_subclass(Tensor)
+        plain = tensor.detach() if type(tensor) in PLAIN else tensor.detach().as_subclass(Tensor)
         plain = plain.resolve_conj().resolve_neg()
         return plain.view(_INTEGERS[plain.itemsize]) if plain.itemsize in _INTEGERS else torch.view_as_real(plain)
 

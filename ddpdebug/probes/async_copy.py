@@ -134,7 +134,7 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
 def _is_part(tensor: torch.Tensor | None) -> bool:
     """Tell whether each rank has a tensor of its own by design, or one whose elements are still on their way."""
     kind = type(tensor)
-    return not (kind is torch.Tensor or kind is torch.nn.Parameter or tensor is None) and inherits(kind, _PARTS)
+    return kind not in fingerprint.PLAIN and inherits(kind, _PARTS)
 
 
 def _digests_of_wrapped(tensors: Sequence[Any], wrapped: Sequence[bool]) -> Later:

@@ -189,13 +189,20 @@ class DTensor(_Wrapping):
     """Named as torch's: this rank's part of a tensor."""
 
 
+_Here = type("AsyncCollectiveTensor", (torch.Tensor,), {})
+
+
 def test_a_part_has_the_same_digest_on_all_ranks() -> None:
     """Whatever is in it, on the host and on a device, also at a glance."""
+    whole = torch.ones(2)
     for n in (1.0, 2.0):
         part = DTensor(torch.full((3,), n), torch.ones(3))
-        whole = torch.ones(2)
-        expected = [fingerprint.fingerprint(whole), fingerprint.NO_DATA, 0]
-        assert async_copy.digests([whole, part, None])() == expected
+        here = torch.full((3,), n).as_subclass(_Here)
+        expected = [fingerprint.fingerprint(whole), fingerprint.NO_DATA, 0, fingerprint.NO_DATA]
+        assert async_copy.digests([whole, part, None, here])() == expected
+        at_a_glance = async_copy.glances([whole, here])
+        assert at_a_glance is not None
+        assert at_a_glance() == expected[:2]
     assert async_copy._is_part(part)
     assert not any(map(async_copy._is_part, (whole, torch.nn.Parameter(whole), None, _Wrapping(whole, whole))))
 
