@@ -163,7 +163,8 @@ def _one_line(failure: AllocationFailure, rule: ExplainingRule) -> Explanation |
         return None
     before = f"; the step before ended with {size_text(failure.curve[-1][1])}" if failure.curve else ""
     text = f"one line has allocated {size_text(sizes[line])} of {size_text(failure.allocated)}: {line}{before}"
-    actions = ("see whether that line should make so much, or so often", *what_if(failure)[:2])
+    needed = (f"where the model needs all of it: {idea}" for idea in what_if(failure)[:2])
+    actions = ("see whether that line should make so much, or so often", *needed)
     return Explanation(kind="line", text=text, actions=actions)
 
 
