@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-slow test-thorough test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
+.PHONY: help format lint types test test-change test-slow test-thorough nightly test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -50,14 +50,26 @@ lint: $(STAMP) types ## ruff (all rules, reasons in pyproject.toml), formatting 
 types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
-test: $(STAMP) ## the tests (a quarter of an hour on two cores)
+test: $(STAMP) ## the tests (five minutes on two cores)
 	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow" --durations=12
+
+test-change: $(STAMP) ## what CI runs for each change: the tests, and of the slow ones those that are marked `smoke`
+	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow or smoke" --durations=12
 
 test-slow: $(STAMP) ## the slow ones: hangs, whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
 	$(PYTHON) -m pytest -q $(SPREAD) -m "slow and not thorough" --durations=12
 
-test-thorough: $(STAMP) ## before a release: more combinations of what the slow ones prove
+test-thorough: $(STAMP) ## more combinations of what the slow ones prove
 	$(PYTHON) -m pytest -q $(SPREAD) -m thorough --durations=12
+
+# Every part runs, also when one before it has failed: a night shows all that is broken
+NIGHTLY := triton test test-slow test-thorough detection held-out programs harm-table
+nightly: ## everything that is proven, with the pages that it writes: before a release, and once a night (hours)
+	@failed=""; for part in $(NIGHTLY); do \
+		printf '\n== %s, %s ==\n' "$$part" "$$(date -u +%H:%M:%S)"; \
+		DDPDEBUG_REQUIRE_TRITON=1 $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; \
+	printf '\n== nightly, %s: failed:%s ==\n' "$$(date -u +%H:%M:%S)" "$${failed:- nothing}"; test -z "$$failed"
 
 retest: $(STAMP) ## as a diagnosis: run the tests that failed last time alone; they have failed all the same
 	$(PYTHON) -m pytest -q --last-failed --last-failed-no-failures none

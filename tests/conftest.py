@@ -30,8 +30,8 @@ settings.load_profile("ddpdebug")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let what is thorough be slow too, wherever the slow ones are left out."""
-    if item.get_closest_marker("thorough") is not None:
+    """Let what is thorough or smoke be slow too, wherever the slow ones are left out."""
+    if any(item.get_closest_marker(name) is not None for name in ("thorough", "smoke")):
         item.add_marker("slow")
 
 

@@ -24,12 +24,12 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
     "mode, options, code, word",
     [
         ("clean", ("--steps", 4), 0, "clean"),
-        ("lr", (), 1, "findings"),
-        ("lr", ("--on-finding", "raise"), 1, "findings"),
-        ("raise", (), 3, "script failed"),
-        ("exit", (), 3, "script failed"),
-        ("kill", (), 4, "lost rank"),
-        ("os._exit", (), 0, "clean"),
+        pytest.param("lr", (), 1, "findings", marks=pytest.mark.smoke),
+        pytest.param("lr", ("--on-finding", "raise"), 1, "findings", marks=pytest.mark.slow),
+        pytest.param("raise", (), 3, "script failed", marks=pytest.mark.smoke),
+        pytest.param("exit", (), 3, "script failed", marks=pytest.mark.slow),
+        pytest.param("kill", (), 4, "lost rank", marks=pytest.mark.smoke),
+        pytest.param("os._exit", (), 0, "clean", marks=pytest.mark.slow),
     ],
 )
 def test_verdict(
@@ -48,6 +48,7 @@ def test_verdict(
     assert ("RANK104" in [finding["code"] for finding in record["findings"]]) is (mode == "lr")
 
 
+@pytest.mark.smoke
 def test_what_is_ignored_fails_nothing_and_is_counted(command: Command, tmp_path: Path) -> None:
     """Entries of pyproject.toml and of the command line; one without use is said, and a wrong one starts nothing."""
     (tmp_path / "pyproject.toml").write_text('[tool.ddpdebug]\nignore = ["RANK104 # each its own rate"]\n')
@@ -71,6 +72,7 @@ def test_what_is_ignored_fails_nothing_and_is_counted(command: Command, tmp_path
     assert (wrong.returncode, "there is no finding 'RANK94'; did you mean" in wrong.stderr) == (2, True), wrong.stderr
 
 
+@pytest.mark.smoke
 def test_single_process(command: Command) -> None:
     """A script without ranks is checked like any other, and a script that never trains is said to be one."""
     done = command("-m", "ddpdebug", "check", "--steps", 3, SCRIPT, "clean", 8)
@@ -141,6 +143,7 @@ def test_ranks_that_the_script_starts(
         assert (("RANK104", 3) in found) is (mode == "lr"), found
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, word", [("lr", "findings"), pytest.param("raise", "script failed", marks=pytest.mark.thorough)]
@@ -180,6 +183,7 @@ def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     return {name: (folder, code, err) for name, (folder, err, code) in zip(_HANGS, ended, strict=True)}
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_hang(hangs: dict[str, tuple[Path, int, str]], command: Command) -> None:
     """A job is ended with all its processes as soon as it is known who keeps it, and says so."""
@@ -217,6 +221,7 @@ def test_a_hang_that_is_over_ends_nothing(command: Command, tmp_path: Path) -> N
     assert "counts as a warning" in done.stderr
 
 
+@pytest.mark.slow
 def test_old_findings_do_not_count(command: Command, tmp_path: Path) -> None:
     """A run directory that is used again is judged by the new run alone."""
     old = Finding(code="RANK101", severity=Severity.CRITICAL, title="old")

@@ -50,10 +50,21 @@ def factories(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name, code, message",
     [
-        ("good", 0, "verdict: equivalent: 2 ranks train like one process in 3 steps (exit 0)"),
-        ("odd", 2, "error: a batch of 7 cannot be split into 2 equal parts; make it a multiple of 2"),
-        ("fails", 3, ": exception: KeyError: 'no data'"),  # of the rank that is first
-        ("dies", 4, "rank 1: died by SIGKILL"),
+        pytest.param(
+            "good",
+            0,
+            "verdict: equivalent: 2 ranks train like one process in 3 steps (exit 0)",
+            marks=pytest.mark.smoke,
+        ),
+        pytest.param(
+            "odd",
+            2,
+            "error: a batch of 7 cannot be split into 2 equal parts; make it a multiple of 2",
+            marks=pytest.mark.slow,
+        ),
+        # of the rank that is first
+        pytest.param("fails", 3, ": exception: KeyError: 'no data'", marks=pytest.mark.slow),
+        pytest.param("dies", 4, "rank 1: died by SIGKILL", marks=pytest.mark.slow),
         ("missing", 2, "has no function 'missing'"),
     ],
 )
@@ -64,6 +75,7 @@ def test_exit_codes(command: Command, factories: Path, name: str, code: int, mes
     assert message in done.stderr
 
 
+@pytest.mark.smoke
 def test_the_finding_is_printed_and_written(command: Command, factories: Path, tmp_path: Path) -> None:
     """A module of the current folder, on three ranks, in a step of the user's choice."""
     words = ["--nproc-per-node", 4, "--steps", 1, "--json", tmp_path / "verdict.json"]
@@ -76,6 +88,7 @@ def test_the_finding_is_printed_and_written(command: Command, factories: Path, t
     assert finding["evidence"]["ratio"] == {"weight": pytest.approx(4), "bias": pytest.approx(4)}
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_made_are_used(command: Command, factories: Path) -> None:
     """Rank 0 prints the verdict, all exit with it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]

@@ -34,6 +34,7 @@ for step in range(12):
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.jobs
 @pytest.mark.slow
 def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def checks(directory: Path) -> dict[str, dict[str, Any]]:
     return {f"{check['group']}: {check['name']}": check for check in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, code, name, status",
     [
@@ -187,6 +188,7 @@ def test_a_wrong_line(command: Command, script: Path, words: tuple[str, ...], me
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.smoke
 def test_a_factory(command: Command, script: Path) -> None:
     """In place of a script."""
     (script.parent / "factory.py").write_text(_FACTORY)

@@ -25,6 +25,7 @@ def _results(output: str) -> list[str]:
     return sorted(re.findall(r"^(?:RESULT|finally) .*", output, re.MULTILINE))
 
 
+@pytest.mark.smoke
 def test_single_process(command: Command, tmp_path: Path) -> None:
     """Without ranks the script runs in this very process, sees its own words, and ends as without us."""
     plain = command(SCRIPT, "clean", 5)
@@ -41,7 +42,9 @@ def plain() -> list[str]:
     return _results(done.stdout)
 
 
-@pytest.mark.parametrize("way", ["torchrun", "own", "module"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("torchrun", marks=pytest.mark.smoke), "own", pytest.param("module", marks=pytest.mark.slow)]
+)
 def test_ranks(way: str, plain: list[str], command: Command, tmp_path: Path) -> None:
     """Ranks of torchrun and ranks of our own are watched alike, and the job computes what it computes without us."""
     options = ("--out", tmp_path / "o", "--every-step")
@@ -61,6 +64,7 @@ def test_ranks(way: str, plain: list[str], command: Command, tmp_path: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_failure_is_the_users(command: Command) -> None:
     """The traceback is the script's own, and the launcher's status passes through."""
     done = command("-m", "ddpdebug", "run", "--nproc-per-node", 2, SCRIPT, "raise", 8)
@@ -71,6 +75,7 @@ def test_failure_is_the_users(command: Command) -> None:
     assert not re.search(r'File ".*ddpdebug/(runner|commands|__main__)', done.stderr)
 
 
+@pytest.mark.slow
 def test_steps(command: Command, tmp_path: Path) -> None:
     """`--steps` ends the script after so many steps, through its `finally` blocks."""
     done = command("-m", "ddpdebug", "run", "--nproc-per-node", 2, "--steps", 4, "--out", "o", SCRIPT, "clean", 1000)
@@ -83,7 +88,10 @@ def test_steps(command: Command, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.smoke), pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_signals_reach_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
     """A signal to `ddpdebug run` ends launcher and ranks as one to torchrun does."""
     words = ["-m", "ddpdebug", "run", "--quiet", "--nproc-per-node", "2", str(SCRIPT), "hang", "100"]

@@ -164,6 +164,7 @@ def test_template(
         assert record["blamed"] == [1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "mode, code, word",
     [

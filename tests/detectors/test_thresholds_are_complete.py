@@ -61,6 +61,7 @@ def test_a_number_of_its_own_is_seen() -> None:
     assert sorted(undeclared(ast.parse(source))) == ["line 3: 0.5", "line 3: 7", "line 3: LIMIT"]
 
 
+@pytest.mark.smoke
 def test_every_threshold_is_used() -> None:
     """A rule decides by each of them."""
     folders = (_DETECTORS, _DETECTORS.parent / "diagnosis")

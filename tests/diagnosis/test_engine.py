@@ -680,6 +680,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.smoke
 def test_the_hash_seed_does_not_matter() -> None:
     """The rules give the same findings in processes with different hash seeds, and load no torch."""
     code = _PROBE.format(root=str(ROOT), support=str(ROOT / "tests" / "support"))

@@ -44,6 +44,7 @@ def _run(python: Python, source: str, cwd: Path) -> subprocess.CompletedProcess[
     return done
 
 
+@pytest.mark.smoke
 def test_import_is_light(python: Python, tmp_path: Path) -> None:
     """`import ddpdebug` loads nothing heavy, starts no thread, prints nothing."""
     source = """
@@ -60,6 +61,7 @@ assert len(loaded) < 60, loaded
     assert done.stdout + done.stderr == ""
 
 
+@pytest.mark.smoke
 def test_one_process(python: Python, tmp_path: Path) -> None:
     """A plain module in one process is watched: steps are recorded, and nothing is found."""
     source = (
@@ -90,6 +92,7 @@ def test_no_optimizer_step(python: Python, tmp_path: Path) -> None:
     assert "no optimizer step was seen" in done.stderr
 
 
+@pytest.mark.smoke
 def test_close_restores_torch(python: Python, tmp_path: Path) -> None:
     """After `close` every patched attribute is the original, and no hook is left on modules, tensors or optimizers."""
     source = (
@@ -234,6 +237,7 @@ gate.set()
     _run(python, source, tmp_path)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "line, status, says",
     [

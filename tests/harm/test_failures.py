@@ -275,6 +275,7 @@ def test_a_part_of_the_row_that_fails(
     assert all(row.params_before_digest and row.grads_digest and row.record_digest and row.clip_norm for row in rows)
 
 
+@pytest.mark.smoke
 def test_stopped_rank(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     """A rank that is stopped for 8 s and goes on is not lost: the job finishes, and a later fault is found."""
     events = [["step 4", 1, signal.SIGSTOP], [8.0, 1, signal.SIGCONT]]

@@ -73,6 +73,7 @@ def test_the_metrics_name_the_rank_that_made_it(fault: str, observed: dict[str, 
     assert {sample.labels["rank"]: sample.value for sample in told.samples} == {"0": 0, "1": 1}
 
 
+@pytest.mark.smoke
 def test_the_line_of_the_loss_is_named(observed: dict[str, list[dict[str, Any]]]) -> None:
     """A loss that the loss function broke is located at the assignment that made it."""
     source = Path(__file__).with_name("scripts") / "numerics.py"

@@ -32,7 +32,7 @@ SCRIPTS: dict[str, tuple[str, list[str], int]] = {
 }
 #: Also with sampling, which in runs as short as these differs little from checking every step.
 _SAMPLED = {"convolutions, BatchNorm, dropout, clipping, scheduler", "GAN with a gradient penalty", "unused parameters"}
-#: What `make test` has of these; the others are `make test-slow`.
+#: What CI runs of these for each change; the others are `make test-slow`.
 _ALWAYS = {
     "convolutions, BatchNorm, dropout, clipping, scheduler",
     "transformer with autocast and GradScaler",
@@ -49,8 +49,8 @@ _MODES: dict[str, list[str] | None] = {
 
 
 def _cases() -> list[Any]:
-    slow = [pytest.mark.slow]
-    cases = [pytest.param(name, "every step", marks=[] if name in _ALWAYS else slow) for name in SCRIPTS]
+    mark = {name: pytest.mark.smoke if name in _ALWAYS else pytest.mark.slow for name in SCRIPTS}
+    cases = [pytest.param(name, "every step", marks=mark[name]) for name in SCRIPTS]
     return cases + [pytest.param(name, "default", marks=pytest.mark.thorough) for name in sorted(_SAMPLED)]
 
 

@@ -31,6 +31,38 @@ _OVER_A_TREE = (
 )
 
 
+#: What `make test` has, of each kind some; the others run for each change as well, but for those that take long.
+_ALWAYS = {
+    "compile_model",
+    "container_generator",
+    "container_hostile",
+    "disk_directory_deleted",
+    "exit_code_in_loop",
+    "exit_second_group",
+    "exit_uneven",
+    "input_shapes",
+    "input_sparse_csr",
+    "mode_autocast",
+    "mode_counting",
+    "mode_inference",
+    "mode_profiler",
+    "module_forward_counts_nan",
+    "module_hooks",
+    "module_parametrized",
+    "module_user_patches",
+    "optimizer_closures",
+    "optimizer_in_backward",
+    "process_collectives",
+    "process_fork",
+    "python_inspect",
+    "python_random",
+    "signal_exception",
+    "signal_int",
+    "stream_broken_pipe",
+    "subclass_dispatch",
+    "thread_parallel_ddp",
+    "warning_places",
+}
 #: Run by `make test-thorough`: each takes long, and is a variant of one that CI runs.
 _VARIANTS = {
     "compile_functions_of_evaluation": "compile_evaluation",
@@ -51,7 +83,8 @@ _VARIANTS = {
 
 
 def _cases() -> list[object]:
-    marks = {name: [pytest.mark.slow] for name, situation in _ALL.items() if situation.slow}
+    marks = {name: [pytest.mark.smoke] for name in _ALL if name not in _ALWAYS}
+    marks |= {name: [pytest.mark.slow] for name, situation in _ALL.items() if situation.slow}
     marks |= {name: [pytest.mark.thorough] for name in _VARIANTS}
     return [pytest.param(name, marks=marks.get(name, [])) for name in _ALL]
 
@@ -99,6 +132,8 @@ def test_same_over_a_tree(name: str, seen_over_a_tree: dict[str, pairs.Pair]) ->
 
 def test_variants_are_situations_of_which_the_other_one_is_run() -> None:
     """None is left out for one that is left out as well."""
+    assert _ALL.keys() >= _ALWAYS
+    assert not [name for name in _ALWAYS if _ALL[name].slow]
     assert _VARIANTS.keys() | {*_VARIANTS.values()} <= _ALL.keys()
     assert not _VARIANTS.keys() & {*_VARIANTS.values()}
 

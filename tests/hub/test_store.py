@@ -114,6 +114,7 @@ _RUN = MadeUp(findings=[finding(), finding("NUM301")], steps=7)
 _CUTS = st.lists(st.integers(0, 9000), max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(cuts=_CUTS, again=st.lists(st.integers(0, 30), max_size=5), restart=st.booleans())
 def test_pieces_in_any_way(

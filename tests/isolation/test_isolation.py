@@ -120,6 +120,7 @@ def _tracers(tree: ast.Module) -> list[str]:
     return [name for name in (*names, *imported) if name in slots]
 
 
+@pytest.mark.smoke
 def test_nothing_traces_the_job() -> None:
     """The interpreter's slots for profilers and tracers belong to the user."""
     files = _PACKAGE.rglob("*.py")

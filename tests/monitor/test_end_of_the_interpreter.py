@@ -24,6 +24,7 @@ except LookupError:
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     "last, reason, code",

@@ -222,6 +222,7 @@ def fill() -> Any:
 _MAY_BE_EMPTY = {"Firing alerts", "Who made the first NaN", "Missing ranks", "Waiting for others"}
 
 
+@pytest.mark.smoke
 def test_every_panel_of_every_dashboard_has_data(scraped: Any, fill: Any) -> None:
     """From a real Prometheus that scrapes the project's own exporter, with the rules; some queries may be empty."""
 

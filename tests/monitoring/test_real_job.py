@@ -232,6 +232,7 @@ def test_how_a_run_has_ended_is_seen(
     assert until(lambda: not [*targets.iterdir()])
 
 
+@pytest.mark.smoke
 def test_a_run_that_ends_leaves_no_target(tmp_path: Path) -> None:
     """Nothing is left to be scraped for long; the verdicts stay in the run directory."""
     job = Job(tmp_path, 20, "--linger", "1")

@@ -47,6 +47,7 @@ def _compared(outcome: Outcome) -> bool:
     return "the ranks agreed in all" in outcome.text and "switched itself off" not in outcome.text
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("count", "words"),
     [

@@ -29,6 +29,9 @@ from ddpdebug.preflight.subject import Subject
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
 
 
+pytestmark = pytest.mark.smoke
+
+
 def model() -> nn.Module:
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))

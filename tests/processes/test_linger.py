@@ -249,6 +249,7 @@ def test_where_nothing_outlives_a_job_nothing_is_left_for_later(start: Callable[
     assert killed.state() == (5, "lost", "SIGKILL")
 
 
+@pytest.mark.smoke
 def test_a_run_on_the_same_port_gets_it(start: Callable[..., Rank]) -> None:
     """The old one's end moves elsewhere, where its target file says so."""
     port = free_port()

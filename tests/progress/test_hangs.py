@@ -222,6 +222,7 @@ def _wrong(case: Fault, result: Result) -> str:
     return "" if right else str(result.findings)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", [case for case in FAULTS if case.quick], ids=lambda case: case.name)
 def test_a_stop_is_found(case: Fault, result: Result) -> None:
     assert _wrong(case, result) == ""

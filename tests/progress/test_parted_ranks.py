@@ -46,6 +46,7 @@ def test_one_call_more_is_found_where_it_was_made(job: Job, result: Result) -> N
     assert f"stops.py:{line_of('other', job.kind)}" in first["0"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("job", [Job(kind="forward")])
 def test_one_forward_more_is_a_mismatch(job: Job, result: Result) -> None:
     """A forward with gradients through DDP on one rank broadcasts buffers once more."""

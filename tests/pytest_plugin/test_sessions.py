@@ -107,6 +107,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_failed_assertion_is_shown_by_the_rank_that_failed_first(wrong: Run) -> None:
     """With pytest's explanation; the rank that then lost its peer is attached, and so is what both printed."""
     assert wrong.outcome("test_raises") == "failure"
@@ -120,6 +121,7 @@ def test_a_failed_assertion_is_shown_by_the_rank_that_failed_first(wrong: Run) -
     assert '<property name="rank" value="1"' in wrong.raw("test_raises")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -140,6 +142,7 @@ def test_every_way_to_fail_is_one_failure_that_names_the_cause(wrong: Run, name:
     assert re.match(message, wrong.message(name))
 
 
+@pytest.mark.smoke
 def test_the_next_test_is_unaffected(wrong: Run) -> None:
     """Each wrong test is followed by one that passes."""
     followers = [name for name in wrong.cases if "_after_" in name or name in {"test_last", "test_forks"}]
@@ -148,6 +151,7 @@ def test_the_next_test_is_unaffected(wrong: Run) -> None:
     assert wrong.outcome("test_leaves_a_grandchild") == "passed"
 
 
+@pytest.mark.smoke
 def test_a_hang_says_where_every_rank_was(wrong: Run) -> None:
     """The one that waited for its peer is not the first."""
     text = wrong.text("test_hangs")
@@ -155,11 +159,13 @@ def test_a_hang_says_where_every_rank_was(wrong: Run) -> None:
     assert re.search(r"rank 1 did not finish .* in test_hangs  <- first", text)
 
 
+@pytest.mark.smoke
 def test_what_a_killed_rank_printed_is_kept(wrong: Run) -> None:
     """It goes to a file and not through the process."""
     assert "last words" in wrong.printed("test_killed")
 
 
+@pytest.mark.smoke
 def test_long_output_is_shortened_in_the_middle(wrong: Run) -> None:
     """50 MB from each rank are not in the report, but how they end is."""
     printed = wrong.printed("test_prints_a_lot")
@@ -171,6 +177,7 @@ def test_long_output_is_shortened_in_the_middle(wrong: Run) -> None:
 # --- what works -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_what_pytest_offers_works_in_ranks(right: Run) -> None:
     """Parameters, fixtures, classes, paths, capture, warnings, properties, forming the group oneself."""
     expected = {
@@ -191,6 +198,7 @@ def test_what_pytest_offers_works_in_ranks(right: Run) -> None:
     assert '<property name="tokens" value="17"' in right.raw("test_properties")
 
 
+@pytest.mark.smoke
 def test_wrong_marks_say_what_is_right(right: Run) -> None:
     """And so does a fixture of the plugin in a test without the mark."""
     assert "a whole number from 1 on, not 0" in right.text("test_no_ranks")
@@ -214,6 +222,7 @@ def test_second(rank):
 """
 
 
+@pytest.mark.smoke
 def test_the_first_failure_ends_the_session_with_x(session: Session) -> None:
     """As for any test."""
     run = session("-x", test_it=_TWO.format(limit=1))
@@ -221,6 +230,7 @@ def test_the_first_failure_ends_the_session_with_x(session: Session) -> None:
     assert run.code == 1
 
 
+@pytest.mark.smoke
 def test_output_is_live_without_capture(session: Session) -> None:
     """`-s` lets the ranks write where pytest writes; `--pdb` is told to stay outside."""
     run = session("-s", "--pdb", test_it=_TWO.format(limit=1))
@@ -261,6 +271,7 @@ def test_it(value):
 """
 
 
+@pytest.mark.smoke
 def test_a_test_that_a_rank_cannot_collect_fails_with_the_reason(session: Session) -> None:
     """Whether its module cannot be imported there or its name is another one."""
     run = session(test_unlike=_UNLIKE, test_ids=_IDS)
@@ -270,6 +281,7 @@ def test_a_test_that_a_rank_cannot_collect_fails_with_the_reason(session: Sessio
     assert run.code == 1
 
 
+@pytest.mark.smoke
 def test_a_rank_can_end_the_session(session: Session) -> None:
     """By `pytest.exit`."""
     text = _TWO.format(limit="2 or pytest.exit('enough')")
@@ -295,6 +307,7 @@ def test_nothing_is_loaded_where_nothing_is_marked(session: Session) -> None:
     assert "rank" not in run.output
 
 
+@pytest.mark.slow
 def test_the_marked_process_loads_no_torch(session: Session) -> None:
     """Only the ranks do."""
     text = _TWO.format(limit=2) + "\ndef test_third():\n    assert 'ddpdebug.pytest_plugin.worker' not in sys.modules\n"
@@ -317,6 +330,7 @@ def test_it(rank):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_pytest(tmp_path: Path, number: signal.Signals) -> None:
     """However it ends, its ranks end, and what they have started."""

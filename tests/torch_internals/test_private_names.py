@@ -91,6 +91,7 @@ def _left(files: dict[str, ast.Module]) -> set[tuple[str, str]]:
     return {(file, found) for file, tree in files.items() for found in private_uses(tree, own)}
 
 
+@pytest.mark.smoke
 def test_every_private_name_stands_in_the_table() -> None:
     """No module but the table's names anything of torch's that has an underscore in front."""
     files = _files()

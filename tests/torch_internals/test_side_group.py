@@ -122,6 +122,7 @@ print(waiting.is_alive())
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("call", ["gather", "collect", "spread"])
 def test_what_waits_for_a_silent_rank_ends_when_the_group_is_closed(call: str) -> None:
     """Else the thread comes back while the interpreter ends, and that aborts the process."""
