@@ -27,8 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON_BASE)" || { echo "ddpdebug needs Python 3.11 or later with venv (Debian: python3-venv)"; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON_BASE); the first time this loads torch"
 	test -x $(PYTHON) || $(PYTHON_BASE) -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet -c constraints.txt torch
-	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@# what is imported is compiled when it is
+	$(PYTHON) -m pip install --quiet --no-compile -c constraints.txt torch
+	$(PYTHON) -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
 # beside .venv: with it torch would choose other ways in other tests
