@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-change test-slow test-thorough nightly test-harm harm-table test-dist test-monitoring retest detection held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
+.PHONY: help format lint types test test-change test-slow test-thorough nightly test-harm harm-table test-dist test-monitoring retest detection recordings recorded sample held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -90,6 +90,15 @@ test-monitoring: $(STAMP) ## a real job against a real Prometheus and Alertmanag
 detection: $(STAMP) ## run the corpus of faults and healthy scripts, print the score, write docs/detection.md
 	@# one more than there are cores: ranks wait for each other
 	$(PYTHON) tests/detection/score.py --jobs $$(($(WORKERS) + 1)) --require 0.95 --write docs/detection.md
+
+recordings: $(STAMP) ## record the runs of the corpus that have no recording of today, or those of ONLY=sync205,num
+	$(PYTHON) tests/detection/score.py --record $(if $(ONLY),--only $(ONLY),--stale) --jobs $$(($(WORKERS) + 1))
+
+recorded: $(STAMP) ## judge the recorded runs of the corpus by the rules of today: nothing is run
+	$(PYTHON) tests/detection/score.py --recorded --jobs $(WORKERS)
+
+sample: $(STAMP) ## run 40 runs of the corpus, always the same, and those that have no recording of today
+	$(PYTHON) tests/detection/score.py --sample 40 --jobs $$(($(WORKERS) + 1)) --require 0.95
 
 held-out: $(STAMP) ## run the scripts that who writes rules does not read, print totals, write them into docs/detection.md
 	$(PYTHON) tests/detection/score.py --held-out --jobs $$(($(WORKERS) + 1)) --require 0.5 --write docs/detection.md

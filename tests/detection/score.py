@@ -2,6 +2,9 @@
 
     python tests/detection/score.py [--jobs 1] [--only sync205,clean] [--write docs/detection.md] [--folder DIR]
     python tests/detection/score.py --held-out [--reveal] [--jobs 1] [--write docs/detection.md]
+    python tests/detection/score.py --record [--stale] [--only sync205]
+    python tests/detection/score.py --recorded [--accept] [--jobs 1]
+    python tests/detection/score.py --sample 40
 
 Each script runs through `ddpdebug run` with default options and those that its head names (`options`), once with
 FAULT=1 and once with FAULT=0 (its clean twin); healthy scripts run once. The ranks are forked from a process that has
@@ -13,6 +16,11 @@ The operation and its `file:line` are a promise beyond that: a finding without t
 
 `--tree` lets the few ranks of the scripts talk and be judged as very many do (decision 33).
 
+`--record` keeps what the rules were given in each run that is right (`recorded_runs.py`), with `--stale` only of runs
+that have no recording, or one of what the script was before. `--recorded` runs nothing: it judges the recordings by the
+rules of today and scores what they find; with `--accept` what they find now is what they must find from then on.
+`--sample` runs so many, always the same, and those whose recording is missing or stale.
+
 `--held-out` runs `tests/held_out` and prints totals by family, no script and no finding: who writes rules does not see
 what they are scored with (CONTRIBUTING.md). `--reveal` prints them all the same.
 """
@@ -20,6 +28,8 @@ what they are scored with (CONTRIBUTING.md). `--reveal` prints them all the same
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -30,12 +40,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
+sys.path.append(str(Path(__file__).resolve().parent))
+import recorded_runs
 import zygote
 from many_ranks import become_many
 
@@ -80,6 +94,14 @@ class Result:
     seconds: float
     problems: list[str] = field(default_factory=list)
     unlocated: list[str] = field(default_factory=list)
+    recording: recorded_runs.Recording | None = None
+
+    def judge(self) -> None:
+        """Set what is wrong with the findings."""
+        if self.fault and self.case.codes:
+            self.problems, self.unlocated = judge_fault(self.case, self.findings)
+        else:
+            self.problems = judge_clean(self.findings)
 
 
 def load(path: Path) -> Case:
@@ -94,17 +116,14 @@ def load(path: Path) -> Case:
     return Case(path, keys)
 
 
-def run(case: Case, *, fault: bool, launch: bool) -> Result:
-    """Run a case under ddpdebug and judge what it reported."""
+def run(case: Case, *, fault: bool, launch: bool, record: bool = False) -> Result:
+    """Run a case under ddpdebug and judge what it reported; `record` keeps what the rules were given."""
     scratch = Path(tempfile.mkdtemp(prefix="ddpdebug-score-"))
     started = time.monotonic()
     status, log = (_launched if launch else _forked)(case, scratch, {"FAULT": str(int(fault)), "OMP_NUM_THREADS": "1"})
     findings = list(read_findings(scratch / "run")) if (scratch / "run" / "findings.jsonl").exists() else []
     result = Result(case, fault, findings, time.monotonic() - started)
-    if fault and case.codes:
-        result.problems, result.unlocated = judge_fault(case, findings)
-    else:
-        result.problems = judge_clean(findings)
+    result.judge()
     if status is None:
         result.problems.append("timed out")
     elif not (scratch / "run" / "run.json").exists():
@@ -113,8 +132,29 @@ def run(case: Case, *, fault: bool, launch: bool) -> Result:
     elif status != 0 and not fault:
         result.problems.append(f"ended with exit status {status}")
     result.problems += [line.strip() for line in log.splitlines() if "has switched itself off" in line][:2]
+    if record and (scratch / "run" / "run.json").exists():
+        result.recording = recorded_runs.record(scratch / "run", case.path, fault=fault, findings=findings)
     shutil.rmtree(scratch, ignore_errors=True)
     return result
+
+
+def judged_again(case: Case, recording: recorded_runs.Recording) -> Result:
+    """Judge a recorded run by the rules of today; one that they judge otherwise than its run keeps what they find."""
+    started = time.monotonic()
+    findings = recorded_runs.judge(recording)
+    result = Result(case, recording.fault, findings, time.monotonic() - started)
+    result.judge()
+    if [*map(recorded_runs.decided, findings)] != [*map(recorded_runs.decided, recording.findings)]:
+        result.recording = dataclasses.replace(recording, findings=findings)
+    return result
+
+
+def sample(jobs: list[tuple[Case, bool]], count: int) -> list[tuple[Case, bool]]:
+    """Return the same runs each time: a fault and a clean one of each family, and others as their digests fall."""
+    order = sorted(jobs, key=lambda job: hashlib.sha256(f"{job[0].path.stem} {job[1]}".encode()).digest())
+    firsts = {(recorded_runs.family(case.path.stem), fault): (case, fault) for case, fault in reversed(order)}
+    chosen = [*firsts.values(), *(job for job in order if job not in firsts.values())][:count]
+    return [job for job in jobs if job in chosen]
 
 
 def _launched(case: Case, scratch: Path, env: dict[str, str]) -> tuple[int | None, str]:
@@ -315,8 +355,12 @@ def _reported(results: list[Result]) -> dict[str, dict[str, object]]:
     }
 
 
-def _job(job: tuple[Case, bool], *, launch: bool) -> Result:
-    return run(job[0], fault=job[1], launch=launch)
+def _job(job: tuple[Case, bool], *, launch: bool, record: bool) -> Result:
+    return run(job[0], fault=job[1], launch=launch, **({"record": True} if record else {}))
+
+
+def _judged(job: tuple[Case, recorded_runs.Recording]) -> Result:
+    return judged_again(*job)
 
 
 def _arguments() -> argparse.Namespace:
@@ -331,7 +375,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--launch", action="store_true", help="start ranks as a user does")
     parser.add_argument("--json", type=Path, help="write what each run reported, for `make compat`")
     parser.add_argument("--tree", action="store_true", help="the ranks talk over the tree, as very many do")
+    parser.add_argument("--record", action="store_true", help="keep the runs that are right")
+    parser.add_argument("--stale", action="store_true", help="with --record: those without a recording of today")
+    parser.add_argument("--recorded", action="store_true", help="judge what was recorded, run nothing")
+    parser.add_argument("--accept", action="store_true", help="with --recorded: what is found now is right")
+    parser.add_argument("--sample", type=int, default=0, help="run so many, and those without a recording of today")
     args = parser.parse_args()
+    if (args.record or args.recorded or args.sample) and (args.held_out or args.folder or args.tree or args.write):
+        parser.error("recordings are of tests/corpus")
     if args.held_out and args.json:
         parser.error("--json names scripts: it is not for what is held out")
     if args.held_out and args.only and not args.reveal:
@@ -343,16 +394,8 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    """Score the corpus; exit 1 when less than `--require` of the runs are right."""
-    args = _arguments()
-    folder = args.folder or (_HELD_OUT if args.held_out else _CORPUS)
-    named = args.reveal or not args.held_out
-    wanted = tuple(part for part in args.only.split(",") if part)
-    cases = [load(path) for path in sorted(folder.resolve().glob("*.py"))]
-    cases = [case for case in cases if not wanted or case.path.name.startswith(wanted)]
-    jobs = [(case, fault) for case in cases for fault in ((True, False) if case.codes else (False,))]
-    results: list[Result] = []
+def _live(args: argparse.Namespace, jobs: list[tuple[Case, bool]]) -> Iterator[Result]:
+    """Run scripts, and yield each when it and those before it have ended."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
     zygote.preload()
     for module in ("ddpdebug.monitor.attach", "ddpdebug.commands.run"):
@@ -363,15 +406,76 @@ def main() -> int:
     zygote.spare_the_collector()
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         judged = pool.map if args.jobs > 1 else map
-        for result in judged(partial(_job, launch=args.launch), jobs):
-            results.append(result)
-            if not named:
-                continue
-            kind = "fault" if result.fault else "clean"
-            codes = " ".join(f"{f.code}@{f.step}{list(f.ranks)}" for f in result.findings)
-            verdict = "ok  " if not result.problems else "FAIL"
-            name = result.case.path.stem
-            words = "; ".join([*result.problems, *result.unlocated])
+        yield from judged(partial(_job, launch=args.launch, record=args.record), jobs)
+
+
+def _from_recordings(args: argparse.Namespace, jobs: list[tuple[Case, recorded_runs.Recording]]) -> Iterator[Result]:
+    """Judge recordings; what is found otherwise than before is said, or accepted."""
+    catalog()
+    changed = list[recorded_runs.Recording]()
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        for result in pool.map(_judged, jobs, chunksize=8) if args.jobs > 1 else map(_judged, jobs):
+            if result.recording is not None:
+                changed.append(result.recording)
+            yield result
+    for one in changed:
+        print(f"judged otherwise than in its run: {one.script}, {'fault' if one.fault else 'clean'}")
+    if args.accept:
+        recorded_runs.write(recorded_runs.FOLDER, changed)
+
+
+def _kept(results: Iterable[Result]) -> Iterator[Result]:
+    """Write recordings down whenever a family is through, so that little is lost where this is ended."""
+    for _, family in groupby(results, key=lambda result: recorded_runs.family(result.case.path.stem)):
+        new = list[recorded_runs.Recording]()
+        try:
+            for result in family:
+                if result.recording is not None and not (result.problems or result.unlocated):
+                    new.append(result.recording)
+                yield result
+        finally:
+            recorded_runs.write(recorded_runs.FOLDER, new)
+
+
+def _results(args: argparse.Namespace, cases: list[Case]) -> Iterator[Result]:
+    """Yield the results that are asked for."""
+    jobs = [(case, fault) for case in cases for fault in ((True, False) if case.codes else (False,))]
+    if not (args.recorded or args.sample or args.stale):
+        return _kept(_live(args, jobs)) if args.record else _live(args, jobs)
+    known = {one.name: one for one in recorded_runs.read(recorded_runs.FOLDER, scripts=_CORPUS)}
+    stale = [(case, fault) for case, fault in jobs if (case.path.stem, fault) not in known]
+    stale += [(case, fault) for case, fault in jobs if (one := known.get((case.path.stem, fault))) and one.stale]
+    if args.recorded:
+        for case, fault in stale:
+            one = known.get((case.path.stem, fault))
+            why = one.stale if one else "not recorded"
+            print(f"not judged: {case.path.stem}, {'fault' if fault else 'clean'}: {why}")
+        again = [(case, known[case.path.stem, fault]) for case, fault in jobs if (case, fault) not in stale]
+        return _from_recordings(args, again)
+    chosen = sample(jobs, args.sample)
+    live = _live(args, [job for job in jobs if job in stale or job in chosen])
+    return _kept(live) if args.record else live
+
+
+def main() -> int:
+    """Score the corpus; exit 1 when less than `--require` of the runs are right."""
+    args = _arguments()
+    folder = args.folder or (_HELD_OUT if args.held_out else _CORPUS)
+    named = args.reveal or not args.held_out
+    wanted = tuple(part for part in args.only.split(",") if part)
+    cases = [load(path) for path in sorted(folder.resolve().glob("*.py"))]
+    cases = [case for case in cases if not wanted or case.path.name.startswith(wanted)]
+    results: list[Result] = []
+    for result in _results(args, cases):
+        results.append(result)
+        if not named:
+            continue
+        kind = "fault" if result.fault else "clean"
+        codes = " ".join(f"{f.code}@{f.step}{list(f.ranks)}" for f in result.findings)
+        verdict = "ok  " if not result.problems else "FAIL"
+        name = result.case.path.stem
+        words = "; ".join([*result.problems, *result.unlocated])
+        if not args.recorded or words:
             print(f"{verdict} {kind} {name:48} {result.seconds:5.1f}s {codes} {words}", flush=True)
     print(*report_held_out(results).splitlines()[6:-2] if args.held_out else Totals.of(results).lines(), sep="\n")
     if args.json:

@@ -111,7 +111,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     foreign |= {"--cost", "--against"}  # of benchmarks/scrapes.py
     foreign |= {"--worlds", "--finding", "--meeting", "--talk", "--process"}  # of benchmarks/scale.py
     foreign |= {"--option", "--tree", "--twice"}  # of tests/harm/pairs.py
-    foreign |= {"--held-out", "--reveal"}  # of tests/detection/score.py
+    foreign |= {"--held-out", "--reveal", "--recorded", "--accept"}  # of tests/detection/score.py
     foreign |= {"--write"}  # of tests/slow/sweep.py
     foreign |= {"--torch", "--python"}  # of tools/compat.py
     for path in TEXTS:
