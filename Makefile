@@ -97,7 +97,7 @@ recordings: $(STAMP) ## record the runs of the corpus that have no recording of 
 recorded: $(STAMP) ## judge the recorded runs of the corpus by the rules of today: nothing is run
 	$(PYTHON) tests/detection/score.py --recorded --jobs $(WORKERS)
 
-sample: $(STAMP) ## run 40 runs of the corpus, always the same, and those that have no recording of today
+sample: $(STAMP) ## run 40 runs of the corpus, always the same, and at most 40 of those without a recording of today
 	$(PYTHON) tests/detection/score.py --sample 40 --jobs $$(($(WORKERS) + 1)) --require 0.95
 
 held-out: $(STAMP) ## run the scripts that who writes rules does not read, print totals, write them into docs/detection.md

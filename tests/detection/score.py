@@ -19,7 +19,7 @@ The operation and its `file:line` are a promise beyond that: a finding without t
 `--record` keeps what the rules were given in each run that is right (`recorded_runs.py`), with `--stale` only of runs
 that have no recording, or one of what the script was before. `--recorded` runs nothing: it judges the recordings by the
 rules of today and scores what they find; with `--accept` what they find now is what they must find from then on.
-`--sample` runs so many, always the same, and those whose recording is missing or stale.
+`--sample` runs so many, always the same, and as many at most of those whose recording is missing or stale.
 
 `--held-out` runs `tests/held_out` and prints totals by family, no script and no finding: who writes rules does not see
 what they are scored with (CONTRIBUTING.md). `--reveal` prints them all the same.
@@ -379,7 +379,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stale", action="store_true", help="with --record: those without a recording of today")
     parser.add_argument("--recorded", action="store_true", help="judge what was recorded, run nothing")
     parser.add_argument("--accept", action="store_true", help="with --recorded: what is found now is right")
-    parser.add_argument("--sample", type=int, default=0, help="run so many, and those without a recording of today")
+    parser.add_argument("--sample", type=int, default=0, help="run so many, and some without a recording of today")
     args = parser.parse_args()
     if (args.record or args.recorded or args.sample) and (args.held_out or args.folder or args.tree or args.write):
         parser.error("recordings are of tests/corpus")
@@ -452,9 +452,14 @@ def _results(args: argparse.Namespace, cases: list[Case]) -> Iterator[Result]:
             print(f"not judged: {case.path.stem}, {'fault' if fault else 'clean'}: {why}")
         again = [(case, known[case.path.stem, fault]) for case, fault in jobs if (case, fault) not in stale]
         return _from_recordings(args, again)
+    if args.record:
+        return _kept(_live(args, [job for job in jobs if job in stale]))
     chosen = sample(jobs, args.sample)
-    live = _live(args, [job for job in jobs if job in stale or job in chosen])
-    return _kept(live) if args.record else live
+    stale = [job for job in stale if job not in chosen]
+    if (left := len(stale) - args.sample) > 0:
+        print(f"{left} runs without a recording of today are not run: make detection runs all", flush=True)
+    more = sample(stale, args.sample)
+    return _live(args, [job for job in jobs if job in chosen or job in more])
 
 
 def main() -> int:

@@ -183,3 +183,20 @@ def test_the_sample_is_always_the_same() -> None:
     }
     fewer = [(case, fault) for case, fault in jobs if case.path.stem != names[0][0]]
     assert len({(case.path.stem, fault) for case, fault in score.sample(fewer, 40)} & {*names}) >= 36
+
+
+def test_a_sample_runs_what_has_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to as many as the sample has: when all have become stale at once, that is left to the run of everything."""
+    paths = [script(tmp_path, f"num_{letter}") for letter in "abcdefgh"]
+    monkeypatch.setattr(recorded_runs, "FOLDER", tmp_path / "recorded")
+    monkeypatch.setattr(score, "_CORPUS", tmp_path)
+    monkeypatch.setattr(score, "_live", lambda args, jobs: [case.path for case, _ in jobs])
+    monkeypatch.setattr(sys, "argv", ["score.py", "--sample", "2"])
+    args, cases = score._arguments(), [score.load(path) for path in paths]
+    chosen = [case.path for case, _ in score.sample([(case, False) for case in cases], 2)]
+    assert len(score._results(args, cases)) == 4
+    stale = next(path for path in paths if path not in chosen)
+    recorded_runs.write(recorded_runs.FOLDER, [recording(path) for path in paths])
+    assert score._results(args, cases) == chosen
+    stale.write_text(stale.read_text() + "\n")
+    assert score._results(args, cases) == sorted([*chosen, stale])
