@@ -17,6 +17,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Iterable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,10 @@ def _read_family(file: Path) -> list[Recording]:
         for at, (field, kind) in enumerate(about["fields"].items())
         if field not in lost
     }
-    rows = [Row(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+    unknown = Row._field_defaults
+    rows = [
+        *map(Row._make, zip(*(columns.get(name, repeat(unknown[name], count)) for name in Row._fields), strict=True))
+    ]
     stale = f"rows have no {', '.join(lost[:3])} any more" if lost else ""
     found, first = list[Recording](), 0
     for run in runs:

@@ -356,7 +356,7 @@ def _reported(results: list[Result]) -> dict[str, dict[str, object]]:
 
 
 def _job(job: tuple[Case, bool], *, launch: bool, record: bool) -> Result:
-    return run(job[0], fault=job[1], launch=launch, **({"record": True} if record else {}))
+    return run(job[0], fault=job[1], launch=launch, record=record)
 
 
 def _judged(job: tuple[Case, recorded_runs.Recording]) -> Result:

@@ -43,6 +43,11 @@ def test_recordings_are_judged_as_their_runs_were(family: str) -> None:
     assert otherwise == {}
 
 
+def test_recordings_stay_small() -> None:
+    """All families together: git keeps each version of them."""
+    assert sum(file.stat().st_size for file in recorded_runs.FOLDER.iterdir()) <= 8 << 20
+
+
 @pytest.mark.jobs
 def test_a_live_run_and_its_recording_have_the_same_findings(tmp_path: Path) -> None:
     """The whole of each finding, in order, also after the recording was written and read."""

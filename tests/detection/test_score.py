@@ -95,7 +95,8 @@ def test_a_held_out_run_names_nothing_unless_asked_to(
     (tmp_path / "meadow.py").write_text("# title: y\n# nproc: 1\n# expect.codes: none\n")
     alarm = Finding(code="NUM301", severity=Severity.ERROR, title="t", step=1, subject=("layer.weight",))
 
-    def ran(case: object, *, fault: bool, launch: bool) -> object:
+    def ran(case: object, *, fault: bool, launch: bool, record: bool) -> object:
+        assert not record
         return score.Result(case, fault, [alarm], 1.0, problems=["false alarm of layer.weight"] * (not launch))
 
     monkeypatch.setattr(score, "run", ran)
