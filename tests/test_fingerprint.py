@@ -49,6 +49,7 @@ def tensor_of(data: bytes, dtype: torch.dtype) -> Tensor:
     return (raw & 1).view(torch.bool) if dtype is torch.bool else raw.view(dtype)
 
 
+@pytest.mark.smoke
 @MANY
 @given(data=contents, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1 << 30))
 def test_a_single_flipped_bit_is_seen(data: bytes, dtype: torch.dtype, seed: int) -> None:

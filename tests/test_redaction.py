@@ -122,6 +122,7 @@ def test_what_holds_no_secret_is_the_same_object() -> None:
     assert Redactor(["x", "--password", "hunter22"]).value(value) is value
 
 
+@pytest.mark.smoke
 @given(words=st.lists(st.text(max_size=40), max_size=8))
 def test_any_line_is_taken(words: list[str]) -> None:
     """As many words come out as went in, and a second time changes nothing more."""

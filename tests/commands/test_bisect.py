@@ -118,6 +118,7 @@ def test_untestable_commits_are_named(command: Command, repository: tuple[Path, 
     assert f"change {25}" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -48,7 +48,7 @@ def test_verdict(
     assert ("RANK104" in [finding["code"] for finding in record["findings"]]) is (mode == "lr")
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_what_is_ignored_fails_nothing_and_is_counted(command: Command, tmp_path: Path) -> None:
     """Entries of pyproject.toml and of the command line; one without use is said, and a wrong one starts nothing."""
     (tmp_path / "pyproject.toml").write_text('[tool.ddpdebug]\nignore = ["RANK104 # each its own rate"]\n')

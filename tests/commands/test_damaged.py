@@ -191,6 +191,7 @@ def mutated(data: bytes, seed: int) -> bytes:
 _FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.smoke
 @_FUZZ
 @given(seed=st.integers(0, 1 << 32), files=st.sets(st.integers(0, 7), min_size=1, max_size=3))
 def test_a_damaged_run_directory_is_no_traceback(

@@ -175,6 +175,7 @@ def test_what_cannot_be_wrapped_is_off(capsys: pytest.CaptureFixture[str], monke
     assert report["attached"]["restored"]
 
 
+@pytest.mark.smoke
 def test_a_library_that_hides_a_wrapper(tmp_path: Path) -> None:
     """What a module puts over ours while it is loaded is named; it is not taken away."""
     (tmp_path / "their_library.py").write_text(

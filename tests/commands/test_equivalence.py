@@ -75,7 +75,7 @@ def test_exit_codes(command: Command, factories: Path, name: str, code: int, mes
     assert message in done.stderr
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_the_finding_is_printed_and_written(command: Command, factories: Path, tmp_path: Path) -> None:
     """A module of the current folder, on three ranks, in a step of the user's choice."""
     words = ["--nproc-per-node", 4, "--steps", 1, "--json", tmp_path / "verdict.json"]

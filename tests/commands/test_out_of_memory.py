@@ -34,7 +34,7 @@ for step in range(12):
 """
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.slow
 def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:
@@ -56,6 +56,7 @@ def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:
         assert summary["shapes"] == [[60_000 if rank == 3 else 64, 64]]
 
 
+@pytest.mark.smoke
 @pytest.mark.jobs
 def test_a_limit_that_is_not_reached_changes_nothing(command: Command, tmp_path: Path) -> None:
     """The counting mode stays out of the way of DDP, the optimizer and ddpdebug itself."""

@@ -170,6 +170,7 @@ def test_a_script_without_a_step(command: Command, script: Path, mode: str, code
     assert "ddpdebug/processes/script.py" not in done.stderr
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "words, message",
     [

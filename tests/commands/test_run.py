@@ -25,7 +25,7 @@ def _results(output: str) -> list[str]:
     return sorted(re.findall(r"^(?:RESULT|finally) .*", output, re.MULTILINE))
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_single_process(command: Command, tmp_path: Path) -> None:
     """Without ranks the script runs in this very process, sees its own words, and ends as without us."""
     plain = command(SCRIPT, "clean", 5)

@@ -85,6 +85,7 @@ def test_faults_are_found_in_a_script(command: Command, tmp_path: Path) -> None:
     assert all(proof["verified"] for proof in proofs)
 
 
+@pytest.mark.slow
 @pytest.mark.jobs
 def test_nothing_is_proved_where_nothing_runs(command: Command, tmp_path: Path) -> None:
     """A script that fails as it is proves nothing, and one rank has nobody to be compared with."""

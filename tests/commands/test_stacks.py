@@ -75,7 +75,7 @@ def test_another_users_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert not (tmp_path / "stacks.request").exists()
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     """Ranks wait, one that is stopped shows what it did last, and live ones answer with all their threads."""

@@ -56,7 +56,7 @@ def test_crash_before_ddp(command: Command, tmp_path: Path) -> None:
     assert command("-m", "ddpdebug", "verdict", "o").returncode == 3
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_one_rank_leaves_early(command: Command, tmp_path: Path) -> None:
     """A rank that exits with 0 in the middle does not make the check green."""
     done = command(*CHECK, SCRIPT, "leaves-early")

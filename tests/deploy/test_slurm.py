@@ -164,11 +164,10 @@ def test_template(
         assert record["blamed"] == [1]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     "mode, code, word",
     [
-        ("clean", 0, "clean"),
+        pytest.param("clean", 0, "clean", marks=pytest.mark.smoke),
         pytest.param("lr", 1, "findings", marks=pytest.mark.thorough),
         ("raise", 3, "script failed"),
     ],

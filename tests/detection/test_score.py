@@ -36,6 +36,7 @@ def score() -> ModuleType:
     return module
 
 
+@pytest.mark.smoke
 def test_a_script_that_did_not_run_is_neither_found_nor_clean():
     """An environment in which no run starts fails the score of faults and of healthy scripts alike, and says why."""
     env = {**os.environ, "DDPDEBUG_NO_SUCH_OPTION": "1"}

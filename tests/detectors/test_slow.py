@@ -91,6 +91,7 @@ def test_an_owner_of_a_larger_shard_is_not_slow() -> None:
     assert [finding.phase for finding in told(sharded("forward"))] == ["forward"]
 
 
+@pytest.mark.smoke
 def test_short_steps_are_added_up() -> None:
     """What steps of 2 ms show in a hundred of them is noise of the scheduler; in 3,000 of them it is not."""
     steps = tuple(
@@ -255,6 +256,7 @@ def longer(steps: tuple[Step, ...], times: float) -> tuple[Step, ...]:
     return tuple(replace(step, rows={rank: of(row) for rank, row in step.rows.items()}) for step in steps)
 
 
+@pytest.mark.smoke
 def test_the_pace_of_several_optimizers_is_that_of_their_training() -> None:
     """A fifth of a short step is little of an iteration that has a long one as well."""
     usual = longer(job(200), 4)

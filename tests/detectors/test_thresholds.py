@@ -17,6 +17,7 @@ from ddpdebug.detectors.thresholds import assignments, readers, thresholds
 from ddpdebug.errors import UsageError
 
 
+@pytest.mark.smoke
 def test_the_table_is_sorted_and_names_known_codes() -> None:
     """Every entry says what it is, where it comes from, and who uses it."""
     names = list(thresholds())

@@ -407,6 +407,7 @@ def test_a_flickering_symptom_does_not_flood() -> None:
     assert told[-1][0].count == 100
 
 
+@pytest.mark.smoke
 def test_a_cause_that_comes_back_regularly_is_not_counted_anew() -> None:
     """What comes back soon is the same; what comes back for the second time after as many steps is so too."""
     odd = {2: {"hyper_digest": 3, "lr": 0.7}}
@@ -657,6 +658,7 @@ def jobs(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
+@pytest.mark.smoke
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(0, 1000))
 def test_the_order_in_which_ranks_answer_does_not_matter(steps: list[Step], seed: int) -> None:
@@ -680,7 +682,7 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_the_hash_seed_does_not_matter() -> None:
     """The rules give the same findings in processes with different hash seeds, and load no torch."""
     code = _PROBE.format(root=str(ROOT), support=str(ROOT / "tests" / "support"))

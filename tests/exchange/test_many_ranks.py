@@ -101,6 +101,7 @@ def test_chosen_rows_are_marked() -> None:
     assert not step_of(0, 4, {0: Row()}, 64).chosen
 
 
+@pytest.mark.smoke
 def test_all_rows_are_wanted_in_the_first_steps_and_once_a_minute() -> None:
     """Of healthy ranks; everything else is judged at once."""
     judge = _Judge()

@@ -141,6 +141,7 @@ def test_known_tensors_are_left_out() -> None:
     assert "parameters" not in names
 
 
+@pytest.mark.smoke
 def test_a_million_objects() -> None:
     """The holder is found behind them, and the number of visits is bounded."""
 

@@ -29,7 +29,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_the_checkpoint_fits_as_without_us(
     run_jobs: Callable[..., Any], compare: Callable[..., list[str]], small: Path
 ) -> None:

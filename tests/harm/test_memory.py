@@ -52,7 +52,7 @@ def test_memory(situation: str, mode: str, results: dict[str, dict[str, Any]]) -
     assert watched["peak"] <= plain["peak"] + _OWN + _NOISE + bound // _MIB
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.slow
 def test_what_fits_is_kept(results: dict[str, dict[str, Any]]) -> None:

@@ -52,7 +52,7 @@ def _findings(folder: Path) -> list[dict[str, Any]]:
 _ONE_NODE = ("--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_the_second_attempt_is_compared_in_two_jobs_at_once(
     start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:

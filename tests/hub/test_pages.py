@@ -330,6 +330,7 @@ def browser(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Browser]:
     found.close()
 
 
+@pytest.mark.slow
 def test_a_real_browser_shows_all_pages_and_keeps_them_up_to_date(tmp_path: Path, browser: Browser) -> None:
     """On a phone and a desk, dark and light: nothing is wider than the screen, nothing is refused, no name runs."""
     store = Store(tmp_path / "hub.db")

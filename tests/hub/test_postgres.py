@@ -83,6 +83,7 @@ def _rows(store: Store) -> dict[str, list[Any]]:
     return {**tables, "chunk": sorted(bytes_of.items())}
 
 
+@pytest.mark.smoke
 def test_the_same_rows_as_with_sqlite(database: str, directories: list[Path], tmp_path: Path) -> None:
     stores = Store(tmp_path / "hub.db", clock=lambda: _NOW), Store(database, clock=lambda: _NOW)
     for store in stores:
@@ -99,6 +100,7 @@ def test_the_same_rows_as_with_sqlite(database: str, directories: list[Path], tm
     again.close()
 
 
+@pytest.mark.smoke
 def test_two_hubs_take_the_same_runs_at_the_same_time(database: str, directories: list[Path], tmp_path: Path) -> None:
     """Runs are pushed to both of them, as behind a proxy that gives each request to another one."""
     lite, hubs = Store(tmp_path / "hub.db", clock=lambda: _NOW), [Store(database, clock=lambda: _NOW) for _ in range(2)]

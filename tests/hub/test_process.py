@@ -72,6 +72,7 @@ def test_ends_in_order(start: Start, number: int) -> None:
     assert (process.returncode, output, errors) == (0, "", "")
 
 
+@pytest.mark.smoke
 def test_killed_in_the_middle(start: Start, tmp_path: Path) -> None:
     """A hub that is killed again and again while runs are pushed shows in the end what their directories have."""
     runs = [MadeUp(run=f"run{number}", steps=300, findings=[finding()]) for number in range(3)]

@@ -176,6 +176,7 @@ def state(store: Store) -> str:
     return next((run["state"] for run in store.runs()), "")
 
 
+@pytest.mark.smoke
 def test_live_and_to_the_end(tmp_path: Path, rank: Callable[..., Rank]) -> None:
     """The hub has the run while it goes on and when it has ended, and then the process beside it goes."""
     with hub(tmp_path) as (site, store):
@@ -194,6 +195,7 @@ def test_live_and_to_the_end(tmp_path: Path, rank: Callable[..., Rank]) -> None:
         assert (run["name"], run["owner"], run["job"]) == ("train", "somebody", "17")
 
 
+@pytest.mark.smoke
 def test_killed_rank(tmp_path: Path, rank: Callable[..., Rank]) -> None:
     """What a rank had written before it was killed comes to the hub, which then says that it is lost."""
     with hub(tmp_path) as (site, store):
@@ -221,6 +223,7 @@ def test_contained_rank(tmp_path: Path, rank: Callable[..., Rank]) -> None:
         assert until(lambda: state(store) == "finished")
 
 
+@pytest.mark.smoke
 def test_hub_that_comes_later(tmp_path: Path, rank: Callable[..., Rank]) -> None:
     """A hub that is not there is said to once, and has everything when it comes."""
     with other_server(lambda _: None) as (url, _):
@@ -240,6 +243,7 @@ def test_hub_that_comes_later(tmp_path: Path, rank: Callable[..., Rank]) -> None
         assert main(["hub", "push", str(one.directory), "--hub", site.address]) == 0
 
 
+@pytest.mark.smoke
 def test_token(tmp_path: Path, rank: Callable[..., Rank]) -> None:
     """A token that is refused is said to once; one from a file is read each time, so that it may be mended."""
     file = tmp_path / "token"

@@ -50,6 +50,7 @@ def found(monitor: ddpdebug.Monitor) -> list[tuple[object, ...]]:
     return [(f.code, f.step, f.ranks, f.subject) for f in monitor.findings]
 
 
+@pytest.mark.smoke
 def test_debug_ddp_is_watched_from_its_construction_on(rank: int) -> None:
     """Both ranks know the finding, which names both because two cannot tell."""
     model = ddpdebug.DebugDDP(Scaled(1.0))

@@ -24,14 +24,15 @@ except LookupError:
 """
 
 
-@pytest.mark.smoke
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     "last, reason, code",
     [
-        ("", "finished", 0),
-        ("raise ValueError('no such sample')", "exception: ValueError: no such sample", 1),
-        ("raise KeyboardInterrupt", "interrupted", 130),
+        pytest.param("", "finished", 0, marks=pytest.mark.slow),
+        pytest.param(
+            "raise ValueError('no such sample')", "exception: ValueError: no such sample", 1, marks=pytest.mark.smoke
+        ),
+        pytest.param("raise KeyboardInterrupt", "interrupted", 130, marks=pytest.mark.slow),
     ],
     ids=["finished", "exception", "interrupted"],
 )

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "support"))
 from machine import until
 
 
+@pytest.mark.smoke
 @pytest.mark.ranks(4)
 def test_it_names_hosts(rank: int, monkeypatch: pytest.MonkeyPatch, shared_tmp_path: Path) -> None:
     """Each rank has told its own once, to the rank that judged."""

@@ -93,6 +93,7 @@ def test_the_more_ranks_the_less_often_each_tells(world: int, most: int, clock: 
     assert len(looks[0]["recent"]) == (8 if world > 64 else 16)
 
 
+@pytest.mark.slow
 def test_the_judge_hears_of_a_rank_that_does_not_come(clock: Clock) -> None:
     """The one that all wait for tells how it is because it hears that others wait, and none of them hears the looks."""
     first, missing, other = (Rank(rank, _WORLD) for rank in (0, 7, 9))

@@ -27,6 +27,7 @@ ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 _SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
 
 
+@pytest.mark.smoke
 def test_promtool_accepts_the_rules(need: Callable[[str], str]) -> None:
     """And the cases below fire, stay silent and resolve."""
     for words in (["check", "rules", *FILES], ["test", "rules", CASES]):

@@ -160,6 +160,7 @@ _TILES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", _TILES)
 def test_every_tile_has_its_word_and_colour(look: Any, name: str) -> None:
     """Red only where something is ill, and nothing green about a run that is dead."""
@@ -356,6 +357,7 @@ def test_the_histogram_tells_steps_apart_that_differ_by_a_fifth(look: Any) -> No
     assert min(later / earlier for earlier, later in pairwise(bounds[:-1])) < 1.21
 
 
+@pytest.mark.smoke
 def test_what_is_drawn_of_a_large_world_is_true_of_all_its_ranks(record: Callable[[], Any]) -> None:
     """Where rank 0 speaks for many it shows the slowest of them: the median among these is not that of all."""
     recorded = record()

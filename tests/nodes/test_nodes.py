@@ -47,11 +47,10 @@ def _compared(outcome: Outcome) -> bool:
     return "the ranks agreed in all" in outcome.text and "switched itself off" not in outcome.text
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (2, TREES[0]),
+        pytest.param(2, TREES[0], marks=pytest.mark.smoke),
         pytest.param(2, TREES[1], marks=pytest.mark.thorough),
         pytest.param(4, TREES[0], marks=pytest.mark.thorough),
         (4, TREES[1]),

@@ -29,7 +29,7 @@ from ddpdebug.preflight.subject import Subject
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
 
 
-pytestmark = pytest.mark.smoke
+pytestmark = pytest.mark.slow
 
 
 def model() -> nn.Module:

@@ -48,6 +48,7 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("views", [False, True])
 def test_all_ranks_return_the_same_and_train_on_as_before(rank: int, micro_batches: int, views: bool) -> None:
@@ -90,6 +91,7 @@ def test_ranks_that_ask_for_different_things_are_told(rank: int) -> None:
         ddpdebug.find_lr(model, optimizer, loss_fn, own, steps=40 + rank)
 
 
+@pytest.mark.smoke
 def test_what_watches_the_job_does_not_take_the_sweep_for_training(
     rank: int, monkeypatch: pytest.MonkeyPatch, shared_tmp_path: Path
 ) -> None:

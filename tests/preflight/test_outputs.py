@@ -256,6 +256,7 @@ def test_files_are_written_and_plots_need_the_extra(tmp_path: Path, monkeypatch:
     assert all(file.stat().st_size > 500 for file in files)
 
 
+@pytest.mark.smoke
 def test_matplotlib_draws_the_same_plots(tmp_path: Path) -> None:
     """Two files for each plot, hostile texts and values that cannot be drawn included."""
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
@@ -265,6 +266,7 @@ def test_matplotlib_draws_the_same_plots(tmp_path: Path) -> None:
     assert all(file.stat().st_size > 5000 for file in files)
 
 
+@pytest.mark.slow
 def test_a_real_browser_shows_the_page_and_asks_for_nothing(tmp_path: Path, need: Callable[[str], str]) -> None:
     """Hostile names stay text, no error on the console, no request to anywhere."""
     browser, log = need("chromium"), tmp_path / "net.json"

@@ -38,6 +38,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.jobs
 def test_one_optimizer_over_two_large_models_with_equal_names(tmp_path: Path) -> None:
     """Each checked step has whole checksums of the slots whose turn it is, and SYNC204 can judge the step by them."""

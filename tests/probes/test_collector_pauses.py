@@ -75,6 +75,7 @@ def test_a_collection_of_another_thread_disturbs_nothing(guard: Guard, entries: 
     assert pauses._begin() == 1.5
 
 
+@pytest.mark.slow
 def test_what_was_not_seen_is_not_told(close: Callable[[], float], entries: Entries) -> None:
     """A callback that the script calls or takes away makes a step unknown, and those after it are told again."""
     (note,) = gc.callbacks[:1]

@@ -197,6 +197,7 @@ class Net(nn.Module):
         return torch.sqrt(nn.functional.dropout(self.norm(x) * other).pow(2).sum(0))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("reentrant, find_unused", [(True, False), (False, False), (False, True)])  # what DDP supports
 def test_in_place_under_ddp(watched: Watched, reentrant: bool, find_unused: bool, tmp_path: Path) -> None:
     """Before the optimizer step the guilty step is run again, and training goes on as without that."""

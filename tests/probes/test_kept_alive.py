@@ -351,6 +351,7 @@ def test_a_run_that_went_bad_keeps_no_batches(settings: Path) -> None:
     assert monitor.guard.off == set()
 
 
+@pytest.mark.smoke
 def test_the_agreement_probe_says_what_it_left_out(settings: Path) -> None:
     """Inputs that are gone by the end of the step are not sent, and that is said once."""
     if torch.distributed.is_initialized():

@@ -158,6 +158,7 @@ def test_spots_change_with_the_contents(dtype: torch.dtype) -> None:
         assert not torch.equal(spots_on_device(tensors), device)
 
 
+@pytest.mark.smoke
 def test_an_optimizer_that_is_built_again_takes_over_the_number() -> None:
     """Also after the first is gone and its parameters' memory is held by objects of ours."""
     model, optimizer, watch, _, _ = stepped()

@@ -544,6 +544,7 @@ def test_watched_models_stay_what_they_are(watched: Callable[..., Any]) -> None:
     assert vars(Net)["forward"] is own
 
 
+@pytest.mark.smoke
 def test_inputs_are_let_go(watched: Callable[..., Any]) -> None:
     """A small batch's memory is held for a replay until the next step is over, no longer; the batch itself is not."""
     model, optimizer, monitor = watched(Net())
@@ -561,6 +562,7 @@ def test_inputs_are_let_go(watched: Callable[..., Any]) -> None:
     assert monitor.findings == []
 
 
+@pytest.mark.smoke
 def test_compiled_models_are_not_hooked(watched: Callable[..., Any]) -> None:
     """Under torch.compile only the model's own result is looked at; nothing is compiled again."""
     from torch._dynamo.testing import CompileCounter

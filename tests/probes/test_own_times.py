@@ -61,7 +61,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return found
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
 def test_phases_add_up(rows: Rows) -> None:

@@ -99,6 +99,7 @@ def test_forked_children_end(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", _FORKS, str(tmp_path), "3600"], check=True, timeout=PATIENCE)
 
 
+@pytest.mark.smoke
 def test_stacks_come_from_a_process_that_has_forked(tmp_path: Path) -> None:
     """At the deadline, of the parent and of the rank that it has forked."""
     subprocess.run([sys.executable, "-c", _FORKS, str(tmp_path), "5", "waits"], check=True, timeout=PATIENCE)

@@ -201,6 +201,7 @@ _KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("function, kind", _KINDS, ids=[function.__name__ for function, _ in _KINDS])
 def test_what_a_thread_waits_for(function: Callable[[threading.Event], None], kind: str) -> None:
     """And the innermost line of the user's, with its call."""

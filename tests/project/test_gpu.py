@@ -110,6 +110,7 @@ def test_tests_are_named_by_what_became_of_them() -> None:
     assert found == {"ok": "passed", "s[cuda]": "skipped", "e": "failed"}
 
 
+@pytest.mark.smoke
 def test_each_test_of_a_device_belongs_to_an_item() -> None:
     """Those that pytest collects for a GPU are those of the page, so that none is forgotten or misspelt."""
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
@@ -119,6 +120,7 @@ def test_each_test_of_a_device_belongs_to_an_item() -> None:
     assert sorted(collected) == sorted(listed), done.stdout + done.stderr
 
 
+@pytest.mark.smoke
 def test_without_a_device_nothing_is_written(tmp_path: Path) -> None:
     """It ends with 2, says why, and leaves page and record as they are; devices are hidden where there are any."""
     target, before = tmp_path / "gpu.md", _recorded()
@@ -136,6 +138,7 @@ def test_without_a_device_nothing_is_written(tmp_path: Path) -> None:
     assert (target.read_text(), _recorded()) == ("as it was\n", before)
 
 
+@pytest.mark.slow
 def test_tests_of_a_device_fail_where_they_are_asked_for() -> None:
     """Without a device: skipped with a reason in `make test`, failed in `make gpu`."""
     words = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu", "-k", "one_launch"]

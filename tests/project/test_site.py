@@ -70,6 +70,7 @@ def test_what_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     assert "lost.md" in done.stderr
 
 
+@pytest.mark.slow
 def test_every_page_of_the_repository_is_in_it(pages: dict[Path, Page], site: Path) -> None:
     """And each is reached from the first by following links."""
     texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "README.md"]
@@ -110,6 +111,7 @@ def browser(tmp_path: Path, need: Callable[[str], str]) -> Iterator[Browser]:
     found.close()
 
 
+@pytest.mark.slow
 def test_a_real_browser_shows_it_from_the_disk(site: Path, browser: Browser) -> None:
     """At the width of a desk and of a phone, bright and dark; the search finds pages without a server."""
     for width, dark in ((1280, False), (390, True)):

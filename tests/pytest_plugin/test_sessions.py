@@ -222,7 +222,7 @@ def test_second(rank):
 """
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_the_first_failure_ends_the_session_with_x(session: Session) -> None:
     """As for any test."""
     run = session("-x", test_it=_TWO.format(limit=1))
@@ -230,7 +230,7 @@ def test_the_first_failure_ends_the_session_with_x(session: Session) -> None:
     assert run.code == 1
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_output_is_live_without_capture(session: Session) -> None:
     """`-s` lets the ranks write where pytest writes; `--pdb` is told to stay outside."""
     run = session("-s", "--pdb", test_it=_TWO.format(limit=1))
@@ -271,7 +271,7 @@ def test_it(value):
 """
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_a_test_that_a_rank_cannot_collect_fails_with_the_reason(session: Session) -> None:
     """Whether its module cannot be imported there or its name is another one."""
     run = session(test_unlike=_UNLIKE, test_ids=_IDS)
@@ -281,7 +281,7 @@ def test_a_test_that_a_rank_cannot_collect_fails_with_the_reason(session: Sessio
     assert run.code == 1
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_a_rank_can_end_the_session(session: Session) -> None:
     """By `pytest.exit`."""
     text = _TWO.format(limit="2 or pytest.exit('enough')")

@@ -236,6 +236,7 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
     assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path)]) == 2
 
 
+@pytest.mark.smoke
 def test_a_real_browser_shows_it_and_asks_for_nothing(tmp_path: Path, need: Callable[[str], str]) -> None:
     """Hostile names stay text, no error on the console, no request to anywhere."""
     browser = need("chromium")
@@ -313,6 +314,7 @@ def test_two_ranks_that_are_equally_slow_cost_nothing_and_are_seen() -> None:
     assert {words.partition(",")[0] for *_, words in coloured(heat_map(found, (0, 19), {}))} == {"rank 1", "rank 3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [64, 65, 1024])
 def test_the_map_of_a_large_long_run_is_bounded(world: int) -> None:
     """Neighbours share a row, in which the slowest is seen; spans of steps are joined."""

@@ -137,6 +137,7 @@ def test_parts_that_are_off() -> None:
     assert counted_off(known).keys() <= set(PARTS)
 
 
+@pytest.mark.smoke
 def test_every_probe_is_known_to_the_coverage() -> None:
     """What the code runs a probe under says what is not looked at while it is off, and nothing else is listed."""
     used = {

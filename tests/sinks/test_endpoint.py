@@ -275,6 +275,7 @@ class _Full(socket.socket):
         return super().accept()
 
 
+@pytest.mark.smoke
 def test_without_free_files_the_server_does_not_spin(stack: ExitStack) -> None:
     """It asks again now and then, and serves who has waited."""
     listener = _Full()

@@ -79,6 +79,7 @@ def test_steps_are_counted_for_all_ranks_that_took_them(sink: PrometheusSink) ->
     assert set(_of(sink, "ddpdebug_rank_up").values()) == {1}
 
 
+@pytest.mark.smoke
 def test_a_rank_that_is_chosen_because_it_is_slow_is_not_slow_in_the_mean(sink: PrometheusSink) -> None:
     """It was once; in the steps in which it was not, its row is not here."""
     for step in range(100, 150):

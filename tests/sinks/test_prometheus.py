@@ -353,6 +353,7 @@ def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> Pro
     return sink
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("world", [2, 1024])
 def test_the_text_is_what_the_library_would_write(world: int) -> None:
     """Byte for byte, in both formats, odd texts, numbers and label values included."""

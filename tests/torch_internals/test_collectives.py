@@ -81,6 +81,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]  # gloo may have written a line of its own
 
 
+@pytest.mark.smoke
 @pytest.mark.jobs
 def test_real_ranks(told: list[dict[str, Any]]) -> None:
     """All ranks count alike, by the names of groups."""

@@ -55,6 +55,7 @@ print(sum(mark == other for number, mark in enumerate(marks) for other in marks[
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="gloo's own thread has no name of its own"
 )
@@ -154,6 +155,7 @@ for name, kind in kinds.items():
 """
 
 
+@pytest.mark.smoke
 def test_a_store_without_clone_is_connected_to_anew(tmp_path: Path) -> None:
     """Two connections meet, their keys are not the job's, and the job's file is removed with the last of them."""
     words = [sys.executable, "-c", _WITHOUT_CLONE]

@@ -104,6 +104,7 @@ def test_a_fit_without_a_step_leaves_nothing_attached(fit: Callable[..., Any], t
     assert current() is None
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name, value", [("DDPDEBUG_FOO", "1"), ("DDPDEBUG_BUDGET", "much")])
 def test_a_variable_that_is_wrong_later_ends_nothing(
     fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
