@@ -33,7 +33,6 @@ _OVER_A_TREE = (
 
 #: What `make test` has, of each kind some; the others run for each change as well, but for those that take long.
 _ALWAYS = {
-    "compile_model",
     "container_generator",
     "container_hostile",
     "disk_directory_deleted",
@@ -56,13 +55,12 @@ _ALWAYS = {
     "process_fork",
     "python_inspect",
     "python_random",
-    "signal_exception",
-    "signal_int",
-    "stream_broken_pipe",
     "subclass_dispatch",
     "thread_parallel_ddp",
     "warning_places",
 }
+#: Of those that take long, what is run for each change all the same.
+_ALSO = {"signal_int", "stream_broken_pipe"}
 #: Run by `make test-thorough`: each takes long, and is a variant of one that CI runs.
 _VARIANTS = {
     "compile_functions_of_evaluation": "compile_evaluation",
@@ -84,7 +82,7 @@ _VARIANTS = {
 
 def _cases() -> list[object]:
     marks = {name: [pytest.mark.smoke] for name in _ALL if name not in _ALWAYS}
-    marks |= {name: [pytest.mark.slow] for name, situation in _ALL.items() if situation.slow}
+    marks |= {name: [pytest.mark.slow] for name, one in _ALL.items() if one.slow and name not in _ALSO}
     marks |= {name: [pytest.mark.thorough] for name in _VARIANTS}
     return [pytest.param(name, marks=marks.get(name, [])) for name in _ALL]
 
