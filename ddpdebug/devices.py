@@ -150,7 +150,8 @@ class _Pinned:
     __slots__ = ("event", "memory", "pool")
 
     def __init__(self, pool: deque[_Pinned], size: int, *, pinned: bool) -> None:
-        self.pool, self.event = pool, None
+        self.pool = pool
+        self.event: torch.Event | None = None
         with torch.inference_mode(mode=False):  # what is made within could not be written to outside
             self.memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
