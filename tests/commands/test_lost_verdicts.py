@@ -27,7 +27,9 @@ finally:
 """
 
 
-@pytest.mark.parametrize("mode", ["lr", "clean"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("lr", marks=pytest.mark.smoke), pytest.param("clean", marks=pytest.mark.slow)]
+)
 def test_a_run_directory_that_is_gone_is_no_clean_check(mode: str, command: Command, tmp_path: Path) -> None:
     """What was found in it nobody knows, whether there was something or not."""
     (tmp_path / "removes.py").write_text(_REMOVES)
@@ -39,6 +41,7 @@ def test_a_run_directory_that_is_gone_is_no_clean_check(mode: str, command: Comm
     assert "the run directory is gone" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_no_clean_check(command: Command, tmp_path: Path) -> None:
     """The one that can be written says the same as the exit code."""
     (tmp_path / "removes.py").write_text(_REMOVES)
@@ -49,6 +52,7 @@ def test_a_file_that_cannot_be_written_is_no_clean_check(command: Command, tmp_p
     assert "note: could not write 'reports/j.xml'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
 @pytest.mark.parametrize("mode, ranks, code", [("clean", 1, 0), ("lr", 2, 1)])
 def test_without_stderr_the_exit_code_is_the_verdict(
