@@ -8,6 +8,7 @@ never given back, and once anybody has seen an error of a device (`failure`) not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import threading
@@ -67,7 +68,8 @@ class Failure:
         if first:
             self.text = text_of(error).partition("\n")[0] if error is not None else ""
             for call in tuple(self._calls):
-                call()
+                with contextlib.suppress(Exception):  # the error that is on its way says more
+                    call()
         return True
 
     def when(self, call: Callable[[], object]) -> None:
@@ -209,7 +211,7 @@ def _piece(device: torch.device, nbytes: int) -> _Pinned:
 def to_host(tensor: torch.Tensor) -> Copy:
     """Copy what a tensor on a device holds now to the host, without waiting."""
     copy = Copy(tensor, tensor.device)
-    copy.host.copy_(tensor, non_blocking=True)
+    copy.host.copy_(tensor.detach(), non_blocking=True)  # no graph goes into memory that is used again
     copy.begun(tensor.device)
     return copy
 
