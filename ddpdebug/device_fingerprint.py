@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddpdebug import devices
 from ddpdebug.fingerprint import CHUNK_WORDS, MASK, NO_DATA, PLAIN, has_data, integers_of, signed
 
 #: Words of one tile. A chunk of the weights is a whole number of tiles, so that a tile has one chunk's weight.
@@ -74,7 +75,7 @@ def device_fingerprints(
             launch = _launch()
             sums = fused(blocks, launch) if launch is not None and blocks else torch.empty(0)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or is_anothers(error):
+            if isinstance(error, torch.OutOfMemoryError) or devices.failure.note(error) or is_anothers(error):
                 raise
             _KERNEL.given_up, launch = True, None
         if launch is None:
@@ -111,6 +112,7 @@ def fused(blocks: Sequence[Tensor], launch: Launch) -> Tensor:
 
 
 _TABLES: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
+devices.failure.when(functools.partial(devices.keep, _TABLES))
 
 
 def table_of(blocks: Sequence[Tensor]) -> Table:
@@ -129,7 +131,7 @@ def table_of(blocks: Sequence[Tensor]) -> Table:
     device = blocks[0].device
     if device.type == "cpu":
         return Table(*host)
-    return Table(*(part.pin_memory().to(device, non_blocking=True) for part in host))
+    return Table(*(devices.to_device(part, device) for part in host))
 
 
 def _word_bytes(size: int) -> int:

@@ -3,7 +3,8 @@
 DdpdebugError
 ├── UsageError (also a ValueError)        a wrong option or value; commands exit with 2
 │   └── TargetError                       there is no such script or module to run
-└── FindingError (also a RuntimeError)    a finding ends the run: `on_finding="raise"`, `guard="stop"`
+├── FindingError (also a RuntimeError)    a finding ends the run: `on_finding="raise"`, `guard="stop"`
+└── DeviceFailedError (also a RuntimeError)  a device has failed before, and must not be asked any more
 StopRun (a BaseException)                 ends a script after `--steps N`; not an error
 """
 
@@ -25,6 +26,10 @@ _NOISE = re.compile(
     r"\[(enforce fail at )?[\w./-]+\.(cc|cpp|h|cu):\d+\] ?|This is typically caused by a remote worker.*", re.DOTALL
 )
 _OF_WORKER = "Original Traceback (most recent call last):"
+
+
+#: Why a part is off that would judge by another's half of the data.
+NEEDS = "it needs {}, which is off"
 
 
 class DdpdebugError(Exception):
@@ -52,6 +57,10 @@ class FindingError(DdpdebugError, RuntimeError):
         subject = f": {finding.subject[0]}" if finding.subject else ""
         more = f" ({note})" if note else ""
         super().__init__(f"{finding.code} {finding.title}{step}{ranks}{subject}{more}")
+
+
+class DeviceFailedError(DdpdebugError, RuntimeError):
+    """A device has failed before, by the error that this one quotes: nothing of it is read any more."""
 
 
 class StopRun(BaseException):  # `except Exception` of a script must not catch it

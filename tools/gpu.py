@@ -65,6 +65,23 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("Events", "each phase of a step has its time on the device", ("test_the_times_are_those_of_the_device[cuda]",)),
     (
+        "A device-side assert",
+        "its traceback and exit status, five settings with default options and `--every-step`: FAIL1042 with the line",
+        tuple(
+            f"test_the_traceback_stands[{options}-{setting}]"
+            for options in ("every-step", "default")
+            for setting in (
+                *("one process", "one process, blocking", "one rank, nccl"),
+                *("two ranks, gloo", "two ranks, gloo, blocking"),
+            )
+        ),
+    ),
+    (
+        "Replays of a whole step",
+        "a captured step that is replayed is counted as not seen",
+        ("test_replays_of_a_whole_step_are_counted",),
+    ),
+    (
         "Out of memory",
         "a real one: MEM401 with module and line, a summary and a snapshot that names the line",
         ("test_an_allocation_that_fails_is_explained[cuda]",),

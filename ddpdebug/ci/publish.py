@@ -48,6 +48,7 @@ class Witness:
 
     `hung` is of a run that was ended because of a hang that stood, before its time was over.
     `script` is the exit status of a script that has started the ranks by itself; None where it is a rank.
+    `asked` is the number of ranks that somebody has asked for (`--nproc-per-node`).
     """
 
     run: str
@@ -57,6 +58,7 @@ class Witness:
     statuses: Mapping[int, int] = field(default_factory=dict)
     places: Mapping[int, str] = field(default_factory=dict)
     script: int | None = None
+    asked: int | None = None
 
     @classmethod
     def of(cls, directory: Path) -> Witness | None:
@@ -73,6 +75,7 @@ class Witness:
                 statuses={int(rank): int(status) for rank, status in dict(record["statuses"]).items()},
                 places={int(rank): clean(place) for rank, place in dict(record["places"]).items()},
                 script=None if record.get("script") is None else int(record["script"]),
+                asked=None if record.get("asked") is None else int(record["asked"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
@@ -105,7 +108,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     if late and known is not None and len(outcomes) == world and read_spawned(directory, known) is not None:
         # a script that waits for a word of its ranks, which `--steps` has stopped, is no hang of these
         late = any(outcome.reason != "stopped" for outcome in outcomes.values())
-    unreadable = known is None and (directory / RUN).exists()
+    damaged = [*(damage(directory) if written else ()), *_lost(directory, known, witness)]
     verdict = judge(
         findings_of(directory, known) if written else (),
         outcomes,
@@ -116,10 +119,19 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         statuses=statuses,
         places=None if witness is None else witness.places,
         script=None if witness is None else witness.script,
-        damage=damage(directory) if written else [f"{RUN} cannot be read"] if unreadable else (),
+        damage=damaged,
     )
     verdict = with_ignored(verdict, directory if written else None)
-    return with_coverage(verdict, coverage, required=require_checks)
+    return with_coverage(verdict, coverage, required=require_checks, ranks=witness and witness.asked)
+
+
+def _lost(directory: Path, known: str | None, witness: Witness | None) -> list[str]:
+    """Return in words why the files of a run that has ended are not all that was found."""
+    if not directory.is_dir():
+        return ["the run directory is gone: what was found cannot be known"]
+    if witness is not None and not (directory / CHECK).exists():  # what could not be written now could not before
+        return ["the run directory cannot be written: what was found last may be missing"]
+    return [f"{RUN} cannot be read"] if known is None and (directory / RUN).exists() else []
 
 
 def with_ignored(verdict: Verdict, directory: Path | None) -> Verdict:
@@ -186,22 +198,57 @@ def _outcome(record: Mapping[str, Any]) -> Outcome | None:
 # --- telling --------------------------------------------------------------------------------------------------------
 
 
-def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> None:
-    """Write the files that were asked for, annotate where a CI service listens, and print the verdict."""
+def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> int:
+    """Write the files that were asked for, annotate where a CI service listens, print; return the exit code.
+
+    A file that cannot be written is a verdict that somebody does not get: that is no clean one.
+    """
     verdict = _redacted(verdict, Redactor(sys.argv))
     run = None if directory is None else str(directory)
-    root = os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
+    if lost := _write_all(verdict, config, run, script):
+        word = verdict.word if verdict.exit_code else Word.DAMAGED
+        verdict = replace(verdict, word=word, notes=(*verdict.notes, *lost))
+        _write_all(verdict, config, run, script)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        lost = [_write(Path(summary), lambda: to_markdown(verdict, run), add=True)]
+        verdict = replace(verdict, notes=(*verdict.notes, *filter(None, lost)))
+    _speak(verdict, run, config)
+    return verdict.exit_code
+
+
+def _write_all(verdict: Verdict, config: Config, run: str | None, script: str) -> list[str]:
+    """Write the files that were asked for; return in words which of them could not be written."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    _write(config.json, lambda: to_json(verdict, run))
-    _write(config.junit, lambda: to_junit(verdict, run, time=now))
-    _write(config.markdown, lambda: to_markdown(verdict, run))
-    _write(config.codequality, lambda: to_codequality(verdict, script, root))
-    if os.environ.get("GITHUB_STEP_SUMMARY"):
-        _write(Path(os.environ["GITHUB_STEP_SUMMARY"]), lambda: to_markdown(verdict, run), add=True)
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in to_github(verdict, root):
-            print(line, flush=True)
-    _print(verdict, run, config)
+    lost = [
+        _write(config.json, lambda: to_json(verdict, run)),
+        _write(config.junit, lambda: to_junit(verdict, run, time=now)),
+        _write(config.markdown, lambda: to_markdown(verdict, run)),
+        _write(config.codequality, lambda: to_codequality(verdict, script, _root())),
+    ]
+    return [words for words in lost if words]
+
+
+def _root() -> str:
+    return os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
+
+
+def _speak(verdict: Verdict, run: str | None, config: Config) -> None:
+    """Print the verdict; where nobody can read it, the exit code says it still.
+
+    What stays in a stream's buffer would be written again as the interpreter ends, which would exit with 120.
+    """
+    try:
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            for line in to_github(verdict, _root()):
+                print(line, flush=True)
+    except (OSError, ValueError):
+        sys.stdout = None  # type: ignore[assignment]  # as Python has it where there is none
+    try:
+        if sys.stderr is not None:
+            _print(verdict, run, config)
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = None  # type: ignore[assignment]
 
 
 def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
@@ -218,14 +265,16 @@ def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
     )
 
 
-def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> None:
+def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> str:
+    """Write a file, if there is to be one; return in words why it could not be written."""
     if file is None:
-        return
+        return ""
     try:
         with file.open("a" if add else "w", encoding="utf-8", errors="backslashreplace") as opened:
             opened.write(text())
     except OSError as error:
-        print(f"ddpdebug: could not write {str(file)!r}: {error.strerror}", file=sys.stderr)
+        return f"could not write {str(file)!r}: {error.strerror or error}"
+    return ""
 
 
 def _print(verdict: Verdict, run: str | None, config: Config) -> None:  # noqa: C901 - a line or more for each part

@@ -12,7 +12,7 @@ from typing import Any
 from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.errors import essence
-from ddpdebug.schema.coverage import Coverage
+from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import ENDED, Parties, is_by_hang, is_hang, is_over, parties, stands
 from ddpdebug.sinks.text import clean, ranks_text, signal_name
@@ -78,6 +78,7 @@ class Verdict:
         golden: what came of comparing with a recorded path.
         coverage: what was looked at; None where nothing tells.
         required: with `--require-checks` something that is not checked fails the check.
+        alone: there was one rank, and nobody has asked for one.
         hang: the finding that says who kept the others, where the job came to its end by that.
     """
 
@@ -93,6 +94,7 @@ class Verdict:
     golden: Comparison | None = None
     coverage: Coverage | None = None
     required: bool = False
+    alone: bool = False
     hang: Finding | None = None
 
     @property
@@ -135,19 +137,30 @@ class Verdict:
 
     @property
     def fails_unchecked(self) -> bool:
-        """Tell whether what was not checked fails the check: where that is required, or where no rank saw a step."""
-        stepless = self.coverage is not None and any(gap.part == "steps" for gap in self.coverage.missed)
+        """Tell whether what was not checked fails the check.
+
+        It does where that is required, where nothing says that a step was seen, and where there was nothing to compare
+        with.
+        """
+        if self.word is Word.CLEAN:
+            return False
+        if self.required or self.alone or self.coverage is None:
+            return bool(self.unchecked)
+        stepless = any(gap.part == "steps" and gap.weight is Weight.ESSENTIAL for gap in self.coverage.missed)
         told = any(sum(outcome.steps.values()) for outcome in self.outcomes.values())
-        return bool(self.unchecked) and (self.required or (stepless and not told))
+        return stepless and not told and bool(self.unchecked)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
         """What was not checked, in words; nothing where a rank did not come to its end, which says more."""
         if self.word in {Word.FAILED, Word.HANG, Word.LOST}:
             return ()
+        words = [_ALONE] if self.alone else []
         if self.coverage is None:
-            return (_NOTHING_KNOWN,) if self.word is Word.UNCHECKED else ()
-        return tuple(gap.words for gap in self.coverage.missed)
+            words += [_NOTHING_KNOWN] if self.word is Word.UNCHECKED else []
+        else:
+            words += [gap.words for gap in self.coverage.missed]
+        return (*words, *_without_report(self))
 
     @property
     def title(self) -> str:
@@ -156,6 +169,11 @@ class Verdict:
 
 
 _MAX_STORY = 40
+_ALONE = (
+    "nothing is compared between ranks: there was one; start several with --nproc-per-node, or say with "
+    "--nproc-per-node 1 that one is what you mean"
+)
+_ALONE_ON_PURPOSE = "one rank, as --nproc-per-node 1 asks for: nothing was compared between ranks"
 _NOTHING_KNOWN = "nothing says what was looked at; the ranks may have ended before they could"
 #: What a rank says that lost its peer: the cause lies elsewhere.
 _LOST_PEER = re.compile(
@@ -227,7 +245,7 @@ def judge(  # noqa: PLR0913 - all that is known of a run
             word = Word.FAILED
     if word is Word.FAILED and (early := _left_early(ends, outcomes, blamed)):
         blamed = early
-    notes = [*_notes(ends, outcomes, statuses), *map(_over, over), *damage]
+    notes = [*_notes(ends, statuses), *map(_over, over), *damage]
     if word is Word.CLEAN and script and _End.BY_FINDING not in ends.values():
         word = Word.LOST if script < 0 else Word.FAILED
         how = f"died by {signal_name(-script)}" if script < 0 else f"ended with exit status {script}"
@@ -294,17 +312,32 @@ def _in_hang(rank: int, outcome: Outcome | None, known: Parties | None) -> str:
     return f"is missing: {known.missing[rank]}" if rank in known.missing else ""
 
 
-def with_coverage(verdict: Verdict, coverage: Coverage | None, *, required: bool = False) -> Verdict:
+def with_coverage(
+    verdict: Verdict, coverage: Coverage | None, *, required: bool = False, ranks: int | None = None
+) -> Verdict:
     """Return the verdict in view of what the run looked at: nothing is clean that nobody has checked.
 
     Args:
         coverage: None where nothing tells.
         required: `--require-checks`.
+        ranks: `--nproc-per-node`; of a run of one rank nobody knows otherwise whether there should have been more.
     """
-    known = replace(verdict, coverage=coverage, required=required)
-    if known.word is Word.CLEAN and (coverage is None or coverage.missed):
+    single = coverage is not None and coverage.world == 1  # a script may start ranks that the launcher knows nothing of
+    known = replace(verdict, coverage=coverage, required=required, alone=single and ranks != 1)
+    if single and not known.alone:
+        known = replace(known, notes=(*known.notes, _ALONE_ON_PURPOSE))
+    if known.word is Word.CLEAN and (coverage is None or known.unchecked):
         return replace(known, word=Word.UNCHECKED)
     return known
+
+
+def _without_report(verdict: Verdict) -> list[str]:
+    """Say of ranks that came to their end without saying so that their last steps may be missing."""
+    silent = [rank for rank in verdict.ranks if rank not in verdict.outcomes and rank not in verdict.blamed]
+    if not silent:
+        return []
+    why = "by os._exit, or out of reach of rank 0"
+    return [f"{ranks_text(silent)} left without a report ({why}): what was seen last may be missing"]
 
 
 def _worst(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], *, timed_out: bool) -> tuple[Word, list[int]]:
@@ -393,16 +426,10 @@ def _late(outcome: Outcome | None, place: str | None) -> str:
     return "did not end in time" + (f": {place}" if place else ", and nobody knows where it was")
 
 
-def _notes(ends: Mapping[int, _End], outcomes: Mapping[int, Outcome], statuses: Mapping[int, int]) -> list[str]:
-    notes = [
+def _notes(ends: Mapping[int, _End], statuses: Mapping[int, int]) -> list[str]:
+    return [
         f"rank {rank} had finished and then died by {signal_name(-status)} while the interpreter ended: a known "
         "fault of torch, not counted"
         for rank, status in sorted(statuses.items())
         if status < 0 and ends.get(rank) is _End.DONE
     ]
-    silent = [rank for rank, end in ends.items() if end is _End.DONE and rank not in outcomes]
-    if silent:
-        who = ", ".join(map(str, silent))
-        why = "by os._exit, or out of reach of rank 0"
-        notes.append(f"ranks {who} left without a report ({why}): what they saw last may be missing")
-    return notes

@@ -73,8 +73,7 @@ def _from_outside(request: Request) -> int:
     else:
         witness = run_ranks(request, directory, run_id)
         verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
-    publish(verdict, config, directory, request.target.name)
-    return verdict.exit_code
+    return publish(verdict, config, directory, request.target.name)
 
 
 def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[str, str] | None = None) -> Witness:
@@ -123,6 +122,7 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
         statuses=statuses,
         places={rank: stacks.place(text) for rank, text in found.items()},
         script=script,
+        asked=config.nproc_per_node,
     )
     witness.save(directory, disk)
     return witness
@@ -281,17 +281,24 @@ def _conclude(
         statuses=statuses,
         places=places,
     )
-    verdict = with_coverage(verdict, getattr(ending.monitor, "coverage", None), required=config.require_checks)
+    coverage: Coverage | None = getattr(ending.monitor, "coverage", None)
+    verdict = with_coverage(verdict, coverage, required=config.require_checks, ranks=config.nproc_per_node)
     verdict = with_ignored(verdict, directory)
     claim = None if directory is None else directory / f".verdict-{run_id}"
     if _publishes(verdict, claim, rank):
         if directory is not None:
             seen = statuses if rank == 0 else {}
             witness = Witness(
-                run=run_id, world=world, timed_out=timed_out, hung=hang is not None, places=places, statuses=seen
+                run=run_id,
+                world=world,
+                timed_out=timed_out,
+                hung=hang is not None,
+                places=places,
+                statuses=seen,
+                asked=config.nproc_per_node,
             )
             witness.save(directory, disk)
-        publish(verdict, config, directory, request.target.name)
+        return publish(verdict, config, directory, request.target.name)
     return verdict.exit_code
 
 

@@ -45,8 +45,7 @@ def _act(directory: Path, config: Config) -> int:
         if not (directory / RANKS).exists():
             raise UsageError(str(error)) from None
         verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
-    publish(verdict, config, directory, _script(directory))
-    return verdict.exit_code
+    return publish(verdict, config, directory, _script(directory))
 
 
 def _script(directory: Path) -> str:

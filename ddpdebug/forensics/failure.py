@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -31,7 +32,7 @@ def about_error(
     state: StepState,
     alone: Callable[[], AbstractContextManager[bool]] = always_alone,
 ) -> dict[str, Any]:
-    """Return the fields of `Failure` that the exception and the models tell.
+    """Return the fields of `Failure` that the exception and the models tell; asks no device, which may have failed.
 
     Args:
         error: None where nobody has it: only its text is known then.
@@ -39,7 +40,8 @@ def about_error(
         alone: tells whether gradients may be read here.
     """
     found = {} if error is None else {**where(error, state, alone), "tensors": _tensors(error)}
-    return {**found, "raised_in": state.next_step(), "named": _named(reason, state)}
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in {"", "0"}
+    return {**found, "raised_in": state.next_step(), "named": _named(reason, state), "blocking": blocking}
 
 
 def _tensors(error: BaseException) -> dict[str, str]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.devices import arrival, captures
 from ddpdebug.forensics.replay.tracer import Tracer
 from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
 from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.nested import leaves, mapped, tensors_in
-from ddpdebug.probes.async_copy import arrival
 from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.announcements import TokenChange
 
@@ -292,7 +293,7 @@ def _arrival(device: torch.device) -> Callable[[], bool]:
     """Return what tells, without waiting, whether a device has done what it was given until now."""
     if device.type == "cpu":
         return lambda: True
-    return arrival(device).query
+    return partial(captures.is_reached, arrival(device))
 
 
 #: It is asked below this share of the loss's first value, which must have been one of several classes: asking costs

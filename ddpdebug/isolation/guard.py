@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.errors import text_of
+from ddpdebug.devices import failure
+from ddpdebug.errors import NEEDS, text_of
 from ddpdebug.isolation.user_code import is_users, users_error
 
 #: Of this thread; a look at each takes 30 ns.
@@ -40,7 +41,9 @@ class _Threads(threading.local):
 #: The part that sees captures of CUDA graphs begin and end.
 CAPTURES = "probe:captures"
 #: Parts of the close that compute on devices. All others close while a graph is captured, too: its end may never come.
-_ON_DEVICES = frozenset({"close:by-hand", "close:last-state", "close:optimizers", "close:memory", "close:failure"})
+_ON_DEVICES = frozenset({"close:by-hand", "close:last-state", "close:optimizers", "close:memory"})
+#: Parts that look at tensors, or let go of them: those of a device that has failed are left alone for ever.
+_OF_TENSORS = ("probe:", "event:", "forensics:", "close:hooks", *_ON_DEVICES)
 
 
 class Guard:
@@ -80,7 +83,7 @@ class Guard:
         """Return `probe(*args, **kwargs)`, or None when the part is off or fails."""
         if part in self.off or (self.quiet and part.startswith("probe:")):
             return None
-        if self.capturing and part != CAPTURES and (part in _ON_DEVICES or not part.startswith("close")):
+        if (self.capturing or failure.failed) and self._is_of_device(part):
             return None
         if _dispatch_modes() > self.own_modes or _function_modes() or _transforms() is not None:
             if not internals.can_step_aside():
@@ -111,6 +114,13 @@ class Guard:
             inside.depth -= 1
             if outermost:
                 self.seconds += time.perf_counter() - inside.entered
+
+    def _is_of_device(self, part: str) -> bool:
+        """Tell whether a part must not run while a graph is captured, or once a device has failed."""
+        if failure.failed and part.startswith(_OF_TENSORS):
+            return True
+        of_devices = part in _ON_DEVICES or not part.startswith("close")
+        return self.capturing > 0 and part != CAPTURES and of_devices
 
     def contain(self, part: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `call(*args, **kwargs)`, or None when the part is off or fails: what is no probe, in any thread.
@@ -167,8 +177,14 @@ class Guard:
                 raise
 
     def fail(self, part: str, error: BaseException) -> None:
-        """Switch a part off and report it once; what hangs on it goes with it."""
-        self._switch_off(part, text_of(error))
+        """Switch a part off and report it once; what hangs on it goes with it.
+
+        A device that has failed is reported by itself, and once for all that reads it; nothing is taken away then.
+        """
+        if failure.note(error):
+            self.off.add(part)
+        else:
+            self._switch_off(part, text_of(error))
 
     def when_off(self, part: str, call: Callable[[], None]) -> None:
         """Call when a part goes off: to take away what it has put in place, and what it has half noted."""
@@ -177,7 +193,7 @@ class Guard:
     def needs(self, part: str, *others: str) -> None:
         """Have a part go off with any of the others: without what they see it would judge half of the data."""
         for other in others:
-            text = f"it needs {other}, which is off"
+            text = NEEDS.format(other)
             self.when_off(other, lambda text=text: self._switch_off(part, text))  # type: ignore[misc]  # its own text
 
     def _switch_off(self, part: str, text: str) -> None:

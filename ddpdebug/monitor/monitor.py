@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ddpdebug import torch_internals as internals
+from ddpdebug import devices, torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.detectors.fail.rules import is_victims
@@ -304,6 +304,7 @@ class Monitor:
         while self._leaving:  # the other thread ends this process, and another rank's end has thrown the script out
             time.sleep(1.0)
         error, thrown = error or sys.exc_info()[1], None
+        devices.failure.note(error)
         for act in self._last_acts(reason, exit_code, error):
             try:
                 act()
@@ -336,6 +337,7 @@ class Monitor:
             # one that no sink has given the end has nothing to wait for
             lambda: self._keeper is None or contain("close:keeper", self._keeper.close),
             lambda: self._pusher is None or contain("close:pusher", self._pusher.close),
+            lambda: devices.failure.forget(self._device_failed),
         )
 
     def _seal(self) -> None:
@@ -411,6 +413,7 @@ class Monitor:
 
     def install(self) -> None:
         """Put the hooks in place; from here on training is seen."""
+        devices.failure.when(self._device_failed)
         self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
         self._pusher = self.guard.run("pusher", start_pusher, self.config, os.environ, self._trouble)
         if lacking := internals.missing():
@@ -803,6 +806,7 @@ class Monitor:
             off=dict(self.covering.off),
             children=0 if self.starts is not None and self.starts.any_ranks else counts.children,
             evaluations=self.probes.evaluations.without_loss,
+            replayed=counts.replayed,
         )
 
     def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened
@@ -1181,6 +1185,11 @@ class Monitor:
                 self._troubles.append(trouble)
                 return
         self._write(trouble)
+
+    def _device_failed(self) -> None:
+        """Keep for ever what may hold memory of a device, and report once that nothing of it is read any more."""
+        devices.keep(self)
+        self._trouble("device", f"the device has failed, and nothing is read from it any more ({devices.failure.text})")
 
     def _write(self, record: Record) -> None:
         if self.fanout is not None and self._progress_watch is not None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import devices, fingerprint
 from ddpdebug.device_fingerprint import device_fingerprints
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.torch_internals import inherits
@@ -23,50 +21,11 @@ LaterFloats = Callable[[], list[float]]
 
 #: Classes of tensors that are parts, or that a collective may still be writing: to wait for it is the job's matter.
 _PARTS = ("DTensor", "ShardedTensor", "AsyncCollectiveTensor")
-#: Between two questions to a device, in seconds: soon, and then less and less often.
-_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
-
-
-class _Captures:
-    """Captures of CUDA graphs in progress: a question to the device, from whatever thread, would spoil one."""
-
-    def __init__(self) -> None:
-        self._asking = threading.Lock()
-        self._number = 0
-
-    def change(self, by: int) -> None:
-        """Note that one begins or ends; one that begins waits until nobody asks."""
-        with self._asking:
-            self._number = max(0, self._number + by)
-
-    def wait_for(self, event: torch.Event) -> None:
-        """Return once the event has been reached; only off the hot path."""
-        pause = _PAUSE
-        while True:
-            with self._asking:
-                if not self._number and event.query():
-                    return
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-captures = _Captures()
 
 
 def _detached_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    host.copy_(tensor, non_blocking=True)
-    return host, functools.partial(captures.wait_for, arrival(tensor.device))
-
-
-def arrival(device: torch.device) -> torch.Event:
-    """Return an event that is reached when a device has done what its current stream was given until now.
-
-    Without the stream torch records it on the current device's, which need not be this one.
-    """
-    event = torch.Event(device=device, enable_timing=False)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+    copy = devices.to_host(tensor)
+    return copy.host, copy.wait
 
 
 class _Sampled:

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import CAPTURES
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.training_events import Bus, CopyTrained
@@ -41,16 +43,23 @@ class CoverageProbe:
         starts: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None,
     ) -> None:
         self._entries, self._wrappers, self._on_child, self._starting = entries, wrappers, on_child, starts
-        self.made = self.children = self.parameters = 0
+        self.made = self.children = self.parameters = self.replayed = 0
         self.unwatched: dict[str, int] = {}
         self.left_out: dict[str, int] = {}
         self._known: dict[int, weakref.ref[Any]] = {}  # optimizers that were looked at
         bus.on("probe:coverage", CopyTrained, self._copy_trained)
+        self._captured = 0  # optimizer steps that went into CUDA graphs so far
+        self._graphs = weakref.WeakKeyDictionary[Any, int]()  # graph -> the steps in it, of those that hold some
         self._targets: dict[int, Any] = {}  # what processes run, by their object's id, while they start
 
     def install(self) -> None:
         """Begin to count, in all threads."""
-        self._entries.on_step(before=(), after=[("probe:coverage", self._stepped)], who=lambda _: True)
+        after: list[Any] = [("probe:coverage", self._stepped), (CAPTURES, self._captures_step)]
+        self._entries.on_step(before=(), after=after, who=lambda _: True)
+        graph, why = torch.cuda.CUDAGraph, "which steps a CUDA graph takes, which nobody sees"
+        self._entries.patch(graph, "capture_begin", why, before=[(CAPTURES, self._graph_begins)])
+        self._entries.patch(graph, "capture_end", why, after=[(CAPTURES, self._graph_ends)])
+        self._entries.patch(graph, "replay", why, after=[("probe:coverage", self._replayed)])
         before, after = [("probe:coverage", self._starts)], [("probe:coverage", self._started)]
         if self._starting is not None:
             before.append(("probe:spawned", self._lets_start))
@@ -69,6 +78,20 @@ class CoverageProbe:
         known = self._known.get(id(optimizer))
         if known is None or known() is not optimizer:
             self._look(optimizer)
+
+    def _captures_step(self, *_: Any) -> None:
+        self._captured += self._entries.guard.capturing > 0
+
+    def _graph_begins(self, graph: Any, *_: Any, **__: Any) -> None:
+        self._graphs[graph] = -self._captured
+
+    def _graph_ends(self, _: Any, graph: Any, *__: Any, **___: Any) -> None:
+        taken = self._captured + self._graphs.pop(graph, -self._captured)
+        if taken:
+            self._graphs[graph] = taken
+
+    def _replayed(self, _: Any, graph: Any, *__: Any, **___: Any) -> None:
+        self.replayed += max(0, self._graphs.get(graph, 0))
 
     def _copy_trained(self, event: CopyTrained) -> None:
         self.left_out = {**self.left_out, _COPIES: max(self.left_out.get(_COPIES, 0), event.parameters)}

@@ -12,7 +12,6 @@ Tested with events that are made by hand: nothing of this has run on CUDA yet.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from typing import Any, Protocol
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.devices import captures
 from ddpdebug.isolation.guard import CAPTURES, Guard
 from ddpdebug.probes import training_events as events
-from ddpdebug.probes.async_copy import captures
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
@@ -57,7 +56,7 @@ class DeviceEvent(Protocol):
 
 
 class Device:
-    """The events of one device, used again and again, and whether it may be asked.
+    """The events of one device, used again and again.
 
     Args:
         make: returns a new event.
@@ -67,29 +66,21 @@ class Device:
     def __init__(self, make: Callable[[], DeviceEvent], is_capturing: Callable[[], bool]) -> None:
         self._make, self._is_capturing = make, is_capturing
         self._free: list[DeviceEvent] = []
-        self._captures = 0
-        self._asking = threading.Lock()
 
     def mark(self) -> DeviceEvent | None:
         """Record an event; None during a capture."""
-        if self._captures or self._is_capturing():
+        if captures.in_progress or self._is_capturing():
             return None
         event = self._free.pop() if self._free else self._make()
         event.record()
         return event
 
-    def capture(self, change: int) -> None:
-        """Note that a capture begins or ends, in whatever thread; one that begins waits until nobody asks."""
-        with self._asking:
-            self._captures = max(0, self._captures + change)
-
     def wait_for(self, marks: list[DeviceEvent]) -> bool:
         """Return whether all events have been reached in time; only off the hot path."""
         until, pause, left = time.monotonic() + _PATIENCE, _PAUSE, marks[:]
         while True:
-            with self._asking:
-                while left and not self._captures and left[-1].query():
-                    left.pop()
+            while left and captures.is_reached(left[-1]):
+                left.pop()
             if not left:
                 return True
             if time.monotonic() > until:
@@ -99,8 +90,8 @@ class Device:
 
     def between(self, first: DeviceEvent, second: DeviceEvent) -> float:
         """Return the seconds between two events that have been reached; NaN during a capture."""
-        with self._asking:
-            return math.nan if self._captures else first.elapsed_time(second) / 1e3
+        seconds = captures.ask(lambda: first.elapsed_time(second))
+        return math.nan if seconds is None else seconds / 1e3
 
     def take_back(self, marks: list[DeviceEvent]) -> None:
         """Keep events for later, which have been reached: one that is recorded again before that would tell nothing."""
@@ -209,8 +200,6 @@ class DeviceClock:
         self._state.clock.tell(None)
 
     def _capture_begins(self, *_: Any, **__: Any) -> None:
-        if self._device is not None:
-            self._device.capture(1)
         captures.change(1)
         self._guard.cut()  # of a step that is captured the end is not seen
         self._guard.capturing += 1
@@ -218,8 +207,6 @@ class DeviceClock:
     def _capture_ends(self, *_: Any, **__: Any) -> None:
         self._guard.capturing = max(0, self._guard.capturing - 1)
         captures.change(-1)
-        if self._device is not None:
-            self._device.capture(-1)
         self._guard.cut()  # gradients that have arrived meanwhile belong to no backward that is seen
 
     def release(self) -> None:

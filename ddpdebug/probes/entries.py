@@ -26,6 +26,7 @@ from torch.nn.modules import module as all_modules
 from torch.optim import optimizer as all_optimizers
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.devices import failure
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.importlib_bootstrap import around
@@ -450,6 +451,7 @@ class _Door:
             self._run(part, look, result, *args, **kwargs)
 
     def failed(self, error: BaseException, args: Any, kwargs: Any) -> None:
+        failure.note(error)
         for part, look in self._failed:
             self._run(part, look, error, *args, **kwargs)
 

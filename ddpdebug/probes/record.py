@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ddpdebug import fingerprint
+from ddpdebug.devices import failure, keep
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag, Row, encode
@@ -113,16 +114,25 @@ def encode_row(record: StepRecord, rank: int, guard: Guard) -> bytes:
                 except BaseException as error:  # noqa: BLE001 - whatever it is, the other parts are still right
                     guard.fail(part.key, error)
     for parts in everything:
-        for kind, part in tuple(parts.items()):
-            try:
-                part.let_go()
-            except BaseException as error:  # noqa: BLE001 - likewise; what it holds goes with it
-                guard.fail(part.key, error)
-                del parts[kind]
+        _let_go(parts, guard)
+    if failure.failed:
+        keep(record)
     try:
         return _packed(record, rank, found)
     except Exception:  # noqa: BLE001 - a column that the row does not have, or a value that does not fit into it
         return _packed(record, rank, [(key, own) for key, own in found if _fits(key, own, guard)])
+
+
+def _let_go(parts: Parts, guard: Guard) -> None:
+    for kind, part in tuple(parts.items()):
+        if failure.failed:  # what it holds may be the device's
+            return
+        try:
+            part.let_go()
+        except BaseException as error:  # noqa: BLE001 - whatever it is; what the part holds goes with it
+            guard.fail(part.key, error)
+            if not failure.failed:
+                del parts[kind]
 
 
 def _packed(record: StepRecord, rank: int, found: Sequence[tuple[str, Mapping[str, Any]]]) -> bytes:

@@ -439,6 +439,7 @@ class RankCoverage(Announcement):
         off: parts of ddpdebug that failed on it -> what they said.
         children: processes that the script has started by multiprocessing, without the workers of libraries.
         evaluations: those of which no validation loss was seen.
+        replayed: optimizer steps that CUDA graphs have taken, which nobody sees.
     """
 
     topic: ClassVar[str] = "coverage"
@@ -455,16 +456,18 @@ class RankCoverage(Announcement):
     off: Mapping[str, str] = field(default_factory=dict)
     children: int = 0
     evaluations: int = 0
+    replayed: int = 0
 
     @property
     def remarkable(self) -> bool:
         """Tell whether there is something to say about this rank."""
-        return bool(self.unwatched or self.left_out or self.off or self.children or self.by_hand)
+        return bool(self.unwatched or self.left_out or self.off or self.children or self.by_hand or self.replayed)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
         """Read an account from anywhere; raise ValueError on anything else."""
-        counts = ("rank", "steps", "made", "by_hand", "backwards", "wrappers", "parameters", "children", "evaluations")
+        counts = ["rank", "steps", "made", "by_hand", "backwards", "wrappers", "parameters", "children"]
+        counts += ["evaluations", "replayed"]
         try:
             values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
             for name in ("unwatched", "left_out"):
@@ -494,6 +497,7 @@ class Failure(Announcement):
     module: str | None = None  # that ran, or whose gradients were due
     named: tuple[str, ...] = ()  # parameters that the text names, or means by their positions
     tensors: Mapping[str, str] = field(default_factory=dict)  # what torch's function was given: "float32 [4, 9]"
+    blocking: bool = False  # the device was waited for after each launch (CUDA_LAUNCH_BLOCKING): the line is that of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,20 @@ _OTHERS: tuple[tuple[str, str, Weight], ...] = (
     ("answer:", "detectors", Weight.PART),
     ("detector:", "detectors", Weight.PART),
     ("diagnosis", "detectors", Weight.PART),
+    ("message:", "detectors", Weight.PART),
+    ("exchange:", "detectors", Weight.PART),
+    ("a row of", "detectors", Weight.PART),
+    ("a message of", "detectors", Weight.PART),
+    ("rows of a step", "detectors", Weight.PART),
+    ("row", "detectors", Weight.PART),
+    ("tick", "detectors", Weight.PART),
+    ("schedule", "detectors", Weight.PART),
+    ("patch", "other", Weight.PART),
+    ("memory", "memory", Weight.PART),
+    ("progress", "other", Weight.PART),
+    ("sinks", "other", Weight.PART),
     ("torch", "other", Weight.PART),
+    ("device", "other", Weight.PART),
     ("", "other", Weight.NOTE),
 )
 
@@ -164,6 +177,7 @@ class Coverage:
         """What is not checked, the gravest first; before `certain` it may only not have begun yet."""
         found = [
             *self._step_gaps(),
+            *self._replay_gaps(),
             *self._hand_gaps(),
             *self._rank_gaps(),
             *self._parameter_gaps(),
@@ -229,6 +243,13 @@ class Coverage:
             text = "no optimizer step was seen"
             action = "give a script that trains, and let it take a step; gradients of torch.func are not followed"
         yield Gap(part="steps", weight=Weight.ESSENTIAL, text=text, action=action)
+
+    def _replay_gaps(self) -> Iterator[Gap]:
+        """Say which steps ran on the device alone, as CUDA graphs that hold whole steps."""
+        if (count := max((rank.replayed for rank in self.ranks), default=0)) > 0:
+            every = count + self.steps
+            text = f"{count} of {_counted(every, 'step')} {_was(count)} not seen: a CUDA graph replayed them"
+            yield Gap(part="steps", weight=Weight.PART, text=text, action="check some steps without the graph")
 
     def _hand_gaps(self) -> Iterator[Gap]:
         if any(rank.by_hand and rank.by_hand == rank.steps for rank in self.ranks):

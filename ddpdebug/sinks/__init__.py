@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ddpdebug.errors import NEEDS
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.run_state import WaitState
@@ -89,10 +90,16 @@ class Trouble:
     message: str
 
     @property
+    def follows(self) -> bool:
+        """Whether it only follows from another part's, which is reported by itself."""
+        before, after = NEEDS.split("{}")
+        return self.message.startswith(before) and self.message.endswith(after)
+
+    @property
     def is_failure(self) -> bool:
         """Whether a part has switched itself off; otherwise the message says by itself what is not looked at."""
         part = self.part.partition(" of rank ")[0]
-        return part not in {"guard", "judging", "threads", "torch"} and not part.startswith(
+        return part not in {"device", "guard", "judging", "threads", "torch"} and not part.startswith(
             ("sink:run_directory ", "sink:annotations ", "sink:hub ")
         )
 

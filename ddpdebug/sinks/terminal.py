@@ -108,6 +108,7 @@ class Terminal:
         self._world = 1
         self._directory = ""
         self._findings: dict[str | None, Finding] = {}  # by id
+        self._causes: set[str] = set()  # of parts that are off
         self._unsaid: list[Finding] = []  # until another finding makes them matter
         self._summary = Summary()
 
@@ -127,10 +128,7 @@ class Terminal:
             case FindingRaised() | FindingIgnored():
                 self._hear(record.finding)
             case Trouble():
-                message = clean(record.message, 300)
-                part = clean(record.part, 60)
-                said = f"{part} has switched itself off: {message}" if record.is_failure else message
-                self._print(f"ddpdebug: {said} (the job goes on)\n")
+                self._trouble(record)
             case Waiting(line=line) if line:
                 self._print(f"ddpdebug: {clean(line, 600)}\n")
             case Covered():
@@ -150,6 +148,16 @@ class Terminal:
         if hub := record.config.get("hub"):
             lines.insert(0, f"{clean(str(hub)).rstrip('/')}/runs/{run_key(record.time, record.run_id)}")
         self._print("".join(f"ddpdebug: {line}\n" for line in lines))
+
+    def _trouble(self, record: Trouble) -> None:
+        """Print one line for each cause: `trouble.jsonl` has every part, of every rank."""
+        message = clean(record.message, 300)
+        if record.follows or message in self._causes:
+            return
+        self._causes.add(message)
+        said = f"{clean(record.part, 60)} has switched itself off: {message}" if record.is_failure else message
+        goes_on = "" if record.part.startswith("device") else " (the job goes on)"
+        self._print(f"ddpdebug: {said}{goes_on}\n")
 
     def _hear(self, finding: Finding) -> None:
         self._summary.hear(finding)

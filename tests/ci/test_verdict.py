@@ -7,7 +7,8 @@ import json
 import pytest
 
 from ddpdebug.ci.json_junit import to_json
-from ddpdebug.ci.verdict import Outcome, Word, judge
+from ddpdebug.ci.verdict import Outcome, Word, judge, with_coverage
+from ddpdebug.schema.coverage import Tally
 from ddpdebug.schema.finding import Finding, Severity
 
 _WAITED = "exception: RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
@@ -185,7 +186,8 @@ def test_notes() -> None:
     verdict = judge([], {0: _done(0, steps=0), 1: _done(1, steps=0)}, world=3, statuses={0: 0, 1: _ABORT, 2: 0})
     text = "\n".join(verdict.notes)
     assert "rank 1 had finished and then died by SIGABRT" in text
-    assert "ranks 2 left without a report (by os._exit, " in text
+    told = with_coverage(verdict, Tally(3).coverage(ended=True))
+    assert any(words.startswith("rank 2 left without a report (by os._exit, ") for words in told.unchecked)
 
 
 def test_json() -> None:

@@ -122,7 +122,7 @@ def test_junit_shows_what_does_not_count() -> None:
 def test_what_was_not_checked(required: bool, kind: str) -> None:
     """It is a case of its own: skipped, or failed where checks are required; JSON, Markdown and GitHub have it too."""
     missed = Tally(1).coverage({0: RankCoverage(steps=3, unwatched={"of the type Odd": 2})}, certain=True, ended=True)
-    verdict = with_coverage(VERDICTS["clean"], missed, required=required)
+    verdict = with_coverage(VERDICTS["clean"], missed, required=required, ranks=1)
     words = "2 parameters not compared: of the type Odd"
     text = to_junit(verdict, "runs/x", time="2026-01-02T03:04:05")
     _SCHEMA.validate(text.split("\n", 1)[1])
@@ -134,7 +134,7 @@ def test_what_was_not_checked(required: bool, kind: str) -> None:
     assert record["not_checked"][0].startswith(words)
     assert words in to_markdown(verdict, None)
     assert to_github(verdict)[0].startswith(f"::{'error' if required else 'warning'} title=ddpdebug%3A not checked::")
-    complete = with_coverage(VERDICTS["clean"], Tally(1).coverage({0: RankCoverage(steps=3)}, ended=True))
+    complete = with_coverage(VERDICTS["clean"], Tally(1).coverage({0: RankCoverage(steps=3)}, ended=True), ranks=1)
     assert not list(_suites(complete)["coverage"].iterfind("testcase/*"))
 
 

@@ -29,7 +29,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
         pytest.param("raise", (), 3, "script failed", marks=pytest.mark.smoke),
         pytest.param("exit", (), 3, "script failed", marks=pytest.mark.slow),
         pytest.param("kill", (), 4, "lost rank", marks=pytest.mark.smoke),
-        pytest.param("os._exit", (), 0, "clean", marks=pytest.mark.slow),
+        pytest.param("os._exit", (), 0, "not checked", marks=pytest.mark.slow),
     ],
 )
 def test_verdict(
@@ -41,7 +41,8 @@ def test_verdict(
     done = command("-m", "ddpdebug", "check", "--nproc-per-node", 2, *files, *options, SCRIPT, mode, steps)
     record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert (done.returncode, record["exit_code"], record["verdict"]) == (code, code, word), done.stderr
-    assert f"ddpdebug: verdict: {word} (exit {code})" in done.stderr
+    title = "no findings, but not checked" if word == "not checked" else word
+    assert f"ddpdebug: verdict: {title} (exit {code})" in done.stderr
     assert record["run"] == str(tmp_path / "o")
     ET.parse(tmp_path / "v.xml")
     assert record["blamed"] == ([1] if code > 1 else [])
@@ -74,9 +75,13 @@ def test_what_is_ignored_fails_nothing_and_is_counted(command: Command, tmp_path
 
 @pytest.mark.smoke
 def test_single_process(command: Command) -> None:
-    """A script without ranks is checked like any other, and a script that never trains is said to be one."""
+    """One rank is no comparison, unless it is asked for; and a script that never trains is said to be one."""
     done = command("-m", "ddpdebug", "check", "--steps", 3, SCRIPT, "clean", 8)
-    assert (done.returncode, "verdict: clean" in done.stderr) == (0, True), done.stderr
+    assert (done.returncode, "but not checked (exit 1)" in done.stderr) == (1, True), done.stderr
+    assert "not checked: nothing is compared between ranks: there was one; start several with" in done.stderr
+    done = command("-m", "ddpdebug", "check", "--nproc-per-node", 1, "--steps", 3, SCRIPT, "clean", 8)
+    assert (done.returncode, "verdict: clean (exit 0)" in done.stderr) == (0, True), done.stderr
+    assert "one rank, as --nproc-per-node 1 asks for: nothing was compared between ranks" in done.stderr
     done = command("-m", "ddpdebug", "check", "-m", "this")
     assert done.returncode == 1
     assert "no findings, but not checked (exit 1)" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ddpdebug.run_directory import reader
 from ddpdebug.schema.row import Flag
 
 #: kind of tests/gpu/scripts/train.py -> ranks (0 is one process without a launcher), backend on CUDA
@@ -70,6 +71,18 @@ def test_training_is_the_same(
         assert any(row.flags & Flag.SKIPPED for row in done[-1].rows())
     if kind.endswith("no-sync") and device == "cuda":
         assert all("raises:" in job.text for job in done)
+
+
+@pytest.mark.gpu
+@pytest.mark.jobs
+def test_replays_of_a_whole_step_are_counted(train: Callable[..., Any]) -> None:
+    """Nobody sees them: the run is not complete, and says of how many steps."""
+    done = train("train.py", "graph", "found", "cuda", watched=True, result="found")
+    assert done.status == 0, done.text
+    coverage = reader.read_run(done.directory)["coverage"]
+    (replayed,) = (rank["replayed"] for rank in coverage["ranks"].values())
+    assert (replayed > 0, coverage["complete"]) == (True, False)
+    assert "were not seen: a CUDA graph replayed them" in coverage["line"]
 
 
 @pytest.mark.thorough

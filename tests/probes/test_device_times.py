@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from ddpdebug.devices import captures
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes import async_copy, device_times
+from ddpdebug.probes import device_times
 from ddpdebug.probes.device_times import Device, DeviceClock, cuda_device
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.schema.row import Row, decode
@@ -198,13 +199,13 @@ def test_nothing_is_recorded_or_asked_during_a_capture(rank: Rank, monkeypatch: 
     mark = device.mark()
     assert mark is not None
     asked = rank.stream.asked
-    device.capture(1)
+    captures.change(1)
     assert device.mark() is None
     assert not device.wait_for([mark])
     assert math.isnan(device.between(mark, mark))
     assert rank.stream.asked == asked
-    device.capture(-1)
-    device.capture(-1)
+    captures.change(-1)
+    captures.change(-1)
     assert device.wait_for([mark])
 
 
@@ -222,7 +223,7 @@ def test_what_goes_into_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
             assert run("probe:forward", told.append, "ran") is None
         assert told == []
         asked = SimpleNamespace(query=lambda: told.append("asked") or True)
-        waiting = threading.Thread(target=lambda: (async_copy.captures.wait_for(asked), told.append("over")))
+        waiting = threading.Thread(target=lambda: (captures.wait_for(asked), told.append("over")))
         waiting.start()
         waiting.join(0.1)
         assert told == []
@@ -284,7 +285,7 @@ def test_the_end_does_not_wait_for_a_capture_without_one(monkeypatch: pytest.Mon
     assert ran == [1, None, None]
     assert torch.cuda.CUDAGraph.capture_begin is begin
     probes.release()
-    async_copy.captures.wait_for(SimpleNamespace(query=lambda: True))  # type: ignore[arg-type]
+    captures.wait_for(SimpleNamespace(query=lambda: True))  # type: ignore[arg-type]
     assert guard.run("probe:forward", lambda: 1) == 1
 
 

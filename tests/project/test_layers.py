@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 _LAYERS = (
     ("_version", "disk", "redaction", "schema", "torch_internals"),
     ("errors", "fingerprint"),
-    ("triton_kernels",),
+    ("devices", "triton_kernels"),
     ("detectors", "device_fingerprint", "isolation"),
     ("config", "nested", "sinks"),
     ("run_directory",),

@@ -121,6 +121,51 @@ def test_evaluations_without_a_loss_are_a_hint() -> None:
     assert _seen(_step(0), ranks={0: RankCoverage(evaluations=1)}, ended=True).hint == ""
 
 
+def test_steps_that_a_graph_replays_are_no_clean_run() -> None:
+    """They are counted beside those that were seen, in the line and in the record; the check does not fail for it."""
+    known = _seen(_step(0), ranks=_rank(steps=12, replayed=48), ended=True)
+    words = "48 of 60 steps were not seen: a CUDA graph replayed them"
+    assert [(gap.part, gap.weight, gap.text) for gap in known.missed] == [("steps", Weight.PART, words)]
+    assert (known.complete, known.line()) == (False, f"not checked: {words}")
+    assert Coverage.from_json(known.to_json()) == known
+    verdict = with_coverage(judge((), _done(), world=2), known)
+    assert (verdict.word, verdict.exit_code, verdict.unchecked) == (Word.UNCHECKED, 0, (words,))
+
+
+@pytest.mark.parametrize("part", ["message:fact", "exchange:steps", "patch:clip_grad_norm", "sinks", "device", "row"])
+def test_what_judges_less_is_no_clean_run(part: str) -> None:
+    """A part that is no probe, without which findings or rows are missing."""
+    assert with_coverage(judge((), _done(), world=2), _seen(_step(0), ranks=_rank(off={part: "x"}))).unchecked
+
+
+def test_one_rank_is_not_checked_unless_asked_for() -> None:
+    """There is nothing to compare: a launcher that started one rank too few would stay green."""
+    known, alone = _seen(_step(0, ranks=1), world=1, ranks=_rank(steps=1), ended=True), judge((), _done(1), world=1)
+    verdict = with_coverage(alone, known)
+    assert (verdict.word, verdict.exit_code) == (Word.UNCHECKED, 1)
+    assert verdict.unchecked[0].startswith("nothing is compared between ranks: there was one; start several with")
+    verdict = with_coverage(alone, known, ranks=1)
+    assert (verdict.word, verdict.exit_code, verdict.unchecked) == (Word.CLEAN, 0, ())
+    assert verdict.notes == ("one rank, as --nproc-per-node 1 asks for: nothing was compared between ranks",)
+    failed = with_coverage(judge((), {}, world=1, statuses={0: 1}), known)
+    assert (failed.word, failed.exit_code, failed.unchecked) == (Word.FAILED, 3, ())
+    two = with_coverage(judge((), _done(), world=2), _seen(_step(0)))
+    assert (two.word, two.exit_code) == (Word.CLEAN, 0)
+
+
+def test_ranks_without_a_report_are_no_clean_run() -> None:
+    """What they saw last may be missing: the check says so, and does not fail for a script that ends by os._exit."""
+    some = with_coverage(judge((), _done(1), world=2, statuses={0: 0, 1: 0}), _seen(_step(0)))
+    assert (some.word, some.exit_code) == (Word.UNCHECKED, 0)
+    assert some.unchecked == (
+        "rank 1 left without a report (by os._exit, or out of reach of rank 0): what was seen last may be missing",
+    )
+    none = with_coverage(judge((), {}, world=2, statuses={0: 0, 1: 0}), _seen(_step(0)))
+    assert (none.word, none.exit_code) == (Word.UNCHECKED, 0)
+    unseen = with_coverage(judge((), {}, world=2, statuses={0: 0, 1: 0}), CASES["nothing"][0])
+    assert (unseen.word, unseen.exit_code) == (Word.UNCHECKED, 1)
+
+
 def test_parts_that_are_off() -> None:
     """A probe that failed is a part; what only explains is a note; what is left out on purpose too."""
     off = {"probe:numerics": "ValueError: x", "forensics:replay": "no", "probe:new-one": "y"}
@@ -170,7 +215,7 @@ def test_verdict(required: bool, code: int) -> None:
     assert missed.title == "no findings, but not checked"
     assert missed.unchecked[0].startswith("nothing is compared between the ranks: rank 1 did not come; start every")
     unknown = with_coverage(clean, None, required=required)
-    assert (unknown.word, unknown.exit_code) == (Word.UNCHECKED, code)
+    assert (unknown.word, unknown.exit_code) == (Word.UNCHECKED, 1)
     assert with_coverage(clean, _seen(_step(0)), required=required).word is Word.CLEAN
     failed = judge((), {}, world=2, statuses={0: 1, 1: 1})
     assert with_coverage(failed, CASES["never met"][0], required=required).exit_code == 3
@@ -184,7 +229,7 @@ def test_nothing_seen_is_no_green_check(name: str) -> None:
     """
     for steps, code in (({}, 1), ({"0": 0}, 1), ({"0": 5}, 0)):
         outcomes = {rank: replace(outcome, steps=steps) for rank, outcome in _done().items()}
-        verdict = with_coverage(judge((), outcomes, world=2), CASES[name][0])
+        verdict = with_coverage(judge((), outcomes, world=2), CASES[name][0], ranks=1)
         assert (verdict.word, verdict.exit_code) == (Word.UNCHECKED, code)
 
 

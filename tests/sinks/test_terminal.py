@@ -155,6 +155,26 @@ def test_names_from_the_job_cannot_control_the_terminal(tty: bool) -> None:
     assert r"[red]w\x1b[2J\n[/red]" in stream.getvalue()
 
 
+def test_parts_that_are_off_have_a_line_for_each_cause() -> None:
+    """What follows from another part, and the same cause in other parts and ranks, is said in files only."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    for part, message in (
+        ("probe:a", "ValueError: x"),
+        ("probe:b", "it needs probe:a, which is off"),
+        ("probe:c", "ValueError: x"),
+        ("probe:a of rank 1", "ValueError: x"),
+        ("probe:d", "KeyError: 'y'"),
+        ("device", "the device has failed, and nothing is read from it any more (RuntimeError: CUDA error: z)"),
+    ):
+        terminal.write(Trouble(part=part, message=message))
+    assert stream.getvalue().splitlines() == [
+        "ddpdebug: probe:a has switched itself off: ValueError: x (the job goes on)",
+        "ddpdebug: probe:d has switched itself off: KeyError: 'y' (the job goes on)",
+        "ddpdebug: the device has failed, and nothing is read from it any more (RuntimeError: CUDA error: z)",
+    ]
+
+
 def test_a_stream_without_unicode_still_gets_everything() -> None:
     """Separators become ASCII, the rest is escaped."""
     stream = Recording()

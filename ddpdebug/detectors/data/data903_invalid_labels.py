@@ -18,6 +18,9 @@ MESSAGES = (
     "nll_loss_out_frame",
     "nll_loss2d_forward_out_frame",
 )
+#: The same of a GPU, where the text does not say of what; the line does, if the device was waited for.
+_ON_DEVICE = "device-side assert triggered"
+_ASSERT = {"reason": f"exception: AcceleratorError: CUDA error: {_ON_DEVICE}", "phase": "loss"}
 _FACT = {
     "kind": "range",
     "step": 0,
@@ -67,6 +70,7 @@ class InvalidLabels(EventRule):
         lambda: Facts(
             topic="alone:failure", values={1: {"reason": "exception: IndexError: Target 10 is out of bounds."}}
         ),
+        lambda: Facts(topic="alone:failure", values={1: {**_ASSERT, "blocking": True}}),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -74,6 +78,7 @@ class InvalidLabels(EventRule):
         lambda: _between(0.1, 0.9),
         lambda: Facts(topic="alone:loss", values={0: {**_FACT, "kind": "broadcast"}}),
         lambda: Facts(topic="alone:failure", values={1: {"reason": "exception: IndexError: list index out of range"}}),
+        lambda: Facts(topic="alone:failure", values={1: _ASSERT}),  # noticed there, and may be of anything before
     )
 
     def judge(self, fact: TargetRange | Failure) -> Fields | None:
@@ -82,7 +87,8 @@ class InvalidLabels(EventRule):
                 return None
             evidence = {"labels_from": fact.low, "labels_to": fact.high, "allowed": [0, 1]}
             return {"subject": (fact.loss,), "evidence": evidence}
-        if not any(message in fact.reason for message in MESSAGES):
+        in_loss = _ON_DEVICE in fact.reason and fact.blocking and fact.phase == "loss"
+        if not (in_loss or any(message in fact.reason for message in MESSAGES)):
             return None
         step = fact.step if fact.raised_in is None else fact.raised_in  # the one that FAIL1011 names
         return {"step": step, "subject": ("labels",), "evidence": {"ended_with": fact.reason[:200]}}

@@ -19,6 +19,8 @@ from ddpdebug.errors import essence
 from ddpdebug.schema.announcements import Announcement, End, Failure
 
 _PREFIX = "exception: "
+#: What torch raises at the first call after a kernel has found a value that it must not be given.
+ON_DEVICE = "device-side assert triggered"
 
 
 class TorchError(EventRule):
@@ -36,6 +38,8 @@ class TorchError(EventRule):
             evidence["module"] = fact.module
         if fact.tensors:
             evidence["tensors"] = dict(fact.tensors)
+        if ON_DEVICE in fact.reason:
+            evidence["line"] = "the kernel's own" if fact.blocking else "of a call after the kernel's"
         return {"step": fact.raised_in, "phase": fact.phase, "subject": named[:MAX_NAMES], "evidence": evidence}
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:

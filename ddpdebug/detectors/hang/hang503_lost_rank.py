@@ -20,6 +20,10 @@ _LEFT = {
 }
 
 
+#: Signals that a process gets by what its own code does.
+_BY_ITSELF = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+
+
 class LostRank(HangRule):
     """The named rank exited, crashed or ran out of data; its peers are still training and wait for it.
 
@@ -27,7 +31,8 @@ class LostRank(HangRule):
     failure.
 
     Diagnosis: start with the exit reason in the evidence: a traceback names the line; signal 9 or code 137 points to
-    the kernel's memory killer (`dmesg`), signal 11 to native code, code 0 to a loop that ended early. Order the logs
+    the kernel's memory killer (`dmesg`), signals 6 and 11 to native code, of which the rank's log has the last words
+    (FAIL1042 for a device-side assert), code 0 to a loop that ended early. Order the logs
     by time and read the first failure only (`torchrun --log-dir DIR --tee 3`). torchrun stops the peers itself, so
     their SIGTERM is a consequence. For a clean exit compare `len(loader)` per rank (DATA905).
 
@@ -36,6 +41,8 @@ class LostRank(HangRule):
     - fewer batches on this rank than on its peers
     - killed from outside: host memory, preemption, a job limit
     - a stop decision taken from local values: early stopping, nan check, time limit
+    - native code that ended its own process (SIGABRT, SIGSEGV and their like): an error of CUDA that a destructor or a
+      thread of torch's met, an extension, a corrupted file
 
     Remedy:
     - Repair the first failure
@@ -52,6 +59,7 @@ class LostRank(HangRule):
     fires_on = Examples(
         lambda: Facts(topic="alone:hang", values={0: _LEFT}),
         lambda: Facts(topic="alone:hang", values={0: {**_LEFT, "where": {"1": "it was killed by SIGKILL"}}}),
+        lambda: Facts(topic="alone:hang", values={0: {**_LEFT, "where": {"1": "it has gone: killed by SIGABRT"}}}),
     )
     silent_on = Examples(
         lambda: Facts(topic="alone:hang", values={0: {**_LEFT, "kind": "stuck"}}),
@@ -62,6 +70,8 @@ class LostRank(HangRule):
         told = " ".join(fact.where.values())
         if "exception" in told:
             return 0
+        if any(name in told for name in _BY_ITSELF):
+            return 4
         if "killed" in told or "no process" in told:
             return 2
         return 1 if "finished" in told else None

@@ -144,6 +144,7 @@ class SlowdownOverTime(PaceRule):
             more=lambda step, rank, phase: 0.02 * (phase == "forward" and step >= 260),
             fields=lambda step, rank: {"overhead_seconds": 0.001 + 0.02 * (step >= 260)},
         ),
+        lambda: job(480, fields=lambda step, rank: {"overhead_seconds": 5.0}),  # steps that are short beside that
     )
 
     def __init__(self, config: Fields | None = None) -> None:
@@ -190,6 +191,8 @@ class SlowdownOverTime(PaceRule):
     def _begin(self, step: Step, series: _Series, level: Level) -> Findings:
         base, kept = _typical(series.before), int(self.slowdown_windows)
         deviation = max(_deviation(series.before), self.slowdown_noise * base.seconds)
+        if not deviation > 0:  # nothing is left of the steps without what ddpdebug takes
+            return
         series.sum = max(0.0, series.sum + (level.seconds - base.seconds) / deviation - self.slowdown_drift)
         recent = [*series.newest][-kept:]
         series.slower = len(recent) == kept and min(_ratio(base, one) for one in recent) >= 1 + self.slowdown_share
