@@ -166,6 +166,10 @@ class Disk:
 
     def open(self, path: Path, flags: int) -> io.FileIO:
         """Open a file for writing with os.open's flags; a link in its place is not followed."""
+        return io.FileIO(self.descriptor(path, flags), "ab" if flags & os.O_APPEND else "wb")
+
+    def descriptor(self, path: Path, flags: int) -> int:
+        """Open a file likewise, for what is `Kept`."""
         self._require_home(path)
         mode = 0o666 if self._mode is None else PRIVATE
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -173,10 +177,10 @@ class Disk:
             _require_regular(descriptor, path)
             if self._mode not in {None, PRIVATE}:
                 os.fchmod(descriptor, self._mode or PRIVATE)
-            return io.FileIO(descriptor, "ab" if flags & os.O_APPEND else "wb")
         except BaseException:
             os.close(descriptor)
             raise
+        return descriptor
 
     def create(self, path: Path) -> io.FileIO:
         """Open a new file, or an old one emptied."""

@@ -82,8 +82,7 @@ class Sent:
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._owner = os.getpid()
-        with disk.open(path, os.O_WRONLY | os.O_APPEND) as opened:
-            self._file = Kept(os.dup(opened.fileno()))
+        self._file = Kept(disk.descriptor(path, os.O_WRONLY | os.O_APPEND))
         try:
             fcntl.lockf(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

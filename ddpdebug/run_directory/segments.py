@@ -92,8 +92,7 @@ class Segments:
         path = segment_path(self._first, self._number + 1)
         header = self._header()
         self._disk.write(path, header)
-        with self._disk.open(path, os.O_WRONLY | os.O_APPEND) as opened:
-            file = Kept(os.dup(opened.fileno()))
+        file = Kept(self._disk.descriptor(path, os.O_WRONLY | os.O_APPEND))
         self._number, self._file, self._size = self._number + 1, file, len(header)
         dropped = self._number - _FILES + 1
         if dropped > 0:
