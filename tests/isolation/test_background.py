@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from ddpdebug.isolation import background
 from ddpdebug.isolation.background import Thread, Timer
+
+#: What does not run in a job, or as a process of its own beside it.
+_ELSEWHERE = ("hub", "preflight", "pytest_plugin", "reports", "testing")
+_PACKAGE = Path(background.__file__).parent.parent
+
+
+def test_no_other_thread_is_started_in_a_job() -> None:
+    """Nor is anything used that asks `threading` who runs here."""
+    known = re.compile(r"threading\.(Thread|Timer)\(|ThreadPoolExecutor|^import logging", re.MULTILINE)
+    files = (file for file in _PACKAGE.rglob("*.py") if file.relative_to(_PACKAGE).parts[0] not in _ELSEWHERE)
+    found = {file.relative_to(_PACKAGE).as_posix() for file in files if known.search(file.read_text("utf-8"))}
+    assert found == {"processes/linger.py"}  # the keeper, which is a process of its own
 
 
 def test_threading_does_not_know_it() -> None:
