@@ -2,6 +2,10 @@
 
 A job writes checkpoints into the same file systems, and one that fails for lack of room costs hours, where a bundle
 costs a hint. So every writer asks `Disk.refusal` before each write, and what was not written is counted.
+
+A script may close descriptors that are not its own and open files under their numbers, and may put another directory in
+the place of the run's (`os.chroot`). So what stays open is `Kept`, and used while its number leads to what was opened;
+and nothing is made below a run directory that is not the one that was begun.
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ class Disk:
         self.left_out: Counter[str] = Counter()  # what -> how often it was not written
         self._mode, self._free = mode, free or Volumes()
         self._stopped: set[str] = set()
+        self._home: tuple[Path, tuple[int, int]] | None = None  # the run directory, and which one it is
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -110,14 +115,36 @@ class Disk:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def make_directory(self, path: Path, below: Path | None = None) -> None:
-        """Make a directory and what is missing above it; raise OSError where that fails.
+    def begin(self, directory: Path) -> None:
+        """Make a run directory, below which nothing is written from here on where it is another one, or gone.
+
+        One that is new keeps itself out of what version control sees; what was there before is the user's.
+        """
+        if self.make_directory(directory):
+            with suppress(OSError):
+                self.write(directory / ".gitignore", b"*\n")
+        self._home = directory, _identity(directory.stat())
+
+    def _require_home(self, path: Path) -> None:
+        if self._home is None or not path.is_relative_to(self._home[0]):
+            return
+        directory, known = self._home
+        try:
+            found = _identity(directory.stat())
+        except OSError:
+            found = None
+        if found != known:
+            raise FileNotFoundError(errno.ENOENT, f"the run directory {str(directory)!r} is gone")
+
+    def make_directory(self, path: Path, below: Path | None = None) -> bool:
+        """Make a directory and what is missing above it; return whether this call made it, raise OSError if it failed.
 
         Args:
             below: a directory that may be anything; what is under it must be real directories, and no links, which
                 somebody else may have laid.
         """
-        missing = []
+        self._require_home(path)
+        missing, made = [], False
         at = path
         while not at.is_dir() and at != at.parent:
             missing.append(at)
@@ -126,6 +153,7 @@ class Disk:
             with suppress(FileExistsError):  # another rank was quicker, or it is a file, as the next call says
                 inside = one == path or (below is not None and below in one.parents)
                 one.mkdir(mode=0o777 if self._mode is None or not inside else self._directory_mode())
+                made = one == path
                 if inside and self._mode not in {None, PRIVATE}:
                     one.chmod(self._directory_mode())
             if not one.is_dir():
@@ -134,19 +162,25 @@ class Disk:
             if path.is_symlink():
                 raise OSError(errno.ELOOP, f"{str(path)!r} is a link; files are not written through it")
             path = path.parent
+        return made
 
     def open(self, path: Path, flags: int) -> io.FileIO:
         """Open a file for writing with os.open's flags; a link in its place is not followed."""
+        return io.FileIO(self.descriptor(path, flags), "ab" if flags & os.O_APPEND else "wb")
+
+    def descriptor(self, path: Path, flags: int) -> int:
+        """Open a file likewise, for what is `Kept`."""
+        self._require_home(path)
         mode = 0o666 if self._mode is None else PRIVATE
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
         try:
             _require_regular(descriptor, path)
             if self._mode not in {None, PRIVATE}:
                 os.fchmod(descriptor, self._mode or PRIVATE)
-            return io.FileIO(descriptor, "ab" if flags & os.O_APPEND else "wb")
         except BaseException:
             os.close(descriptor)
             raise
+        return descriptor
 
     def create(self, path: Path) -> io.FileIO:
         """Open a new file, or an old one emptied."""
@@ -209,6 +243,36 @@ def mode_of(setting: str) -> int | None:
 def _require_regular(descriptor: int, path: Path) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise OSError(errno.EINVAL, f"{str(path)!r} is no regular file")
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+class Kept:
+    """A descriptor that has to stay open: ours as long as its number leads to what was opened."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self._is = number, _identity(os.fstat(number))
+
+    def __bool__(self) -> bool:
+        try:
+            return self.number >= 0 and _identity(os.fstat(self.number)) == self._is
+        except OSError:
+            return False
+
+    def write(self, data: bytes) -> bool:
+        """Hand all bytes to the operating system; return whether it still was ours."""
+        if not self:
+            return False
+        write_all(self.number, data)
+        return True
+
+    def close(self) -> None:
+        """Close it, unless its number is somebody else's by now."""
+        if self:
+            os.close(self.number)
+        self.number = -1
 
 
 def write_all(descriptor: int, data: bytes) -> None:

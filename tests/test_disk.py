@@ -16,7 +16,7 @@ import pytest
 from run_records import ENDED, FINDING, judged, started
 
 from ddpdebug import disk as module
-from ddpdebug.disk import Disk, Free, Volumes, mode_of
+from ddpdebug.disk import Disk, Free, Kept, Volumes, mode_of
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.sinks import FindingRaised, Saved, Trouble
@@ -326,3 +326,46 @@ def test_on_a_full_file_system_findings_and_the_end_are_written(small: Path) -> 
     assert run_files.read_run(small / "run")["outcome"]["reason"] == "finished"
     assert len(run_files.read_findings(small / "run")) == 1
     assert run_files.read_outcomes(small / "run")[0]["exit_code"] == 0
+
+
+def test_a_kept_descriptor_is_left_to_whoever_has_its_number(tmp_path: Path) -> None:
+    """It is neither written to nor closed once it leads elsewhere."""
+    kept = Kept(os.open(tmp_path / "ours", os.O_CREAT | os.O_WRONLY))
+    assert kept.write(b"one")
+    os.close(kept.number)
+    assert not kept.write(b"two")
+    with (tmp_path / "theirs").open("wb", buffering=0) as theirs:
+        os.dup2(theirs.fileno(), number := kept.number)
+        assert not kept.write(b"three")
+        kept.close()
+        os.write(number, b"theirs")
+        os.close(number)
+    assert [(tmp_path / name).read_bytes() for name in ("ours", "theirs")] == [b"one", b"theirs"]
+
+
+def test_a_run_directory_that_is_new_ignores_itself(tmp_path: Path) -> None:
+    """One that was there before is the user's."""
+    (tmp_path / "old").mkdir()
+    for name in ("old", "new"):
+        Disk().begin(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob(".gitignore")] == [".gitignore"]
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+
+
+def test_nothing_is_written_where_the_run_directory_was(tmp_path: Path) -> None:
+    """It is gone, or another one has its place, as after `os.chroot`."""
+    disk, home = Disk(), tmp_path / "run"
+    disk.begin(home)
+    disk.append(home / "file", b"one")
+    home.rename(tmp_path / "moved")
+    for _ in range(2):
+        for act in (
+            lambda: disk.append(home / "file", b"two"),
+            lambda: disk.make_directory(home / "bundles" / "one", below=home),
+            lambda: disk.begin(home),
+        ):
+            with pytest.raises(FileNotFoundError, match="is gone"):
+                act()
+        assert not home.exists() or not list(home.iterdir())
+        home.mkdir(exist_ok=True)
+    disk.write(tmp_path / "elsewhere", b"fine")

@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import PRIVATE, Disk, mode_of
 from ddpdebug.errors import UsageError
+from ddpdebug.isolation.background import Timer
 from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import OVER, RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.script import Attached, end_hard, run_script
@@ -178,7 +178,7 @@ def _directory(config: Config, run_id: str) -> Path:
     """Make the run directory; where nobody named one and none can be made here, it is a temporary one."""
     directory = config.out or Path.cwd() / run_directory(run_id, datetime.now(UTC))
     try:
-        Disk(mode_of(config.file_mode)).make_directory(directory)
+        Disk(mode_of(config.file_mode)).begin(directory)
         (directory / CHECK).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
         if config.out is None:
@@ -220,18 +220,18 @@ def _statuses(status: int | None, failures: Path, world: int, *, launched: bool)
 def _as_rank(request: Request) -> int:
     rank = int(os.environ["RANK"])
     ending = Ending()
-    deadline = threading.Timer(request.config.timeout, _give_up, (ending, request, rank))
-    deadline.daemon = True
+    deadlines: list[Timer] = []
 
     def before() -> Attached:
-        deadline.start()
+        deadlines.append(Timer("ddpdebug-timeout", request.config.timeout, _give_up, ending, request, rank))
         ending.monitor = attach(request, strict=True)
         if ending.monitor is not None:
             ending.monitor.ends_hang = lambda hang: _give_up(ending, request, rank, hang)
         return ending
 
     def conclude() -> int | None:
-        deadline.cancel()
+        for deadline in deadlines:
+            deadline.cancel()
         if ending.exit_code is None:
             return None
         return _conclude(ending, request, rank)

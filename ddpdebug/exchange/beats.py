@@ -8,12 +8,13 @@ for it. After the first call that fails there is none any more: a store that has
 from __future__ import annotations
 
 import datetime
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+
+from ddpdebug.isolation.background import Thread
 
 EVERY_SECONDS = 1.0
 #: Keys that are read in a second.
@@ -52,7 +53,7 @@ class Beats:
     def __init__(self, connect: Callable[[], Any | None], prefix: Callable[[], str], rank: int) -> None:
         self._connect, self._prefix, self._rank = connect, prefix, rank
         self._store: Any = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._own = b""
         self._asked: tuple[int, ...] = ()
         self._next = 0
@@ -72,10 +73,8 @@ class Beats:
             self._heard, self._missed, self._began = {}, {}, now
         self._until = now + _REST_SECONDS
         if self._thread is None or not self._thread.is_alive():
-            thread = threading.Thread(target=self._run, name="ddpdebug-beats", daemon=True)
             with suppress(RuntimeError):  # the process may have no more threads
-                thread.start()
-                self._thread = thread
+                self._thread = Thread("ddpdebug-beats", self._run)
 
     def heard(self) -> dict[int, Heard]:
         """Return what has been read since this began."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ddpdebug.exchange.partial import Key, StepPart
+from ddpdebug.isolation.background import Thread
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES
 from ddpdebug.sinks.text import ranks_text
 
@@ -102,7 +103,7 @@ class _Silence(Exception):  # noqa: N818 - no error of anybody
 
 
 class Exchange:
-    """Runs the tick loop in a daemon thread; `post` and `say` never block and never raise.
+    """Runs the tick loop in a thread; `post` and `say` never block and never raise.
 
     `state` and `reason` may be read from any thread: `meeting` (`missing` are the ranks that have not come, as far as
     this rank knows), `comparing`, `alone`, `lost` or `ended`.
@@ -155,7 +156,7 @@ class Exchange:
         self._someone_leaves = False  # who ends waits for the ticks of those who go on: these come at once then
         self._over = False  # nothing is sent any more
         self._last_word = ""  # to the others, where they do not know why this rank goes
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     # --- called from the training thread ------------------------------------------------------------------------------
 
@@ -164,13 +165,10 @@ class Exchange:
         if self._thread is not None:
             return
         self._started = time.monotonic()
-        thread = threading.Thread(target=self._run, name="ddpdebug", daemon=True)
         try:
-            thread.start()
+            self._thread = Thread("ddpdebug", self._run)
         except RuntimeError as error:  # the process may have no more threads
             self.lose(str(error))
-            return
-        self._thread = thread
 
     def post(self, row: bytes | Callable[[], bytes]) -> None:
         """Queue a row, or a callable that encodes it in the background thread."""
@@ -347,9 +345,7 @@ class Exchange:
                 found.append(group.word())
 
         with suppress(RuntimeError):  # the process may have no more threads
-            thread = threading.Thread(target=read, name="ddpdebug-word", daemon=True)
-            thread.start()
-            thread.join(_WORD_SECONDS)
+            Thread("ddpdebug-word", read).join(_WORD_SECONDS)
         return found[0] if found else None
 
     def _idle(self) -> None:

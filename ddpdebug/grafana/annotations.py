@@ -22,9 +22,10 @@ from datetime import datetime
 from pathlib import Path
 from shlex import quote
 
-from ddpdebug.disk import Disk, write_all
+from ddpdebug.disk import Disk, Kept
 from ddpdebug.errors import UsageError
 from ddpdebug.grafana.client import Grafana, GrafanaError
+from ddpdebug.isolation.background import Thread
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Trouble
 from ddpdebug.sinks.text import clean, counted, where
@@ -81,9 +82,9 @@ class Sent:
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._owner = os.getpid()
-        self._file = disk.open(path, os.O_WRONLY | os.O_APPEND)
+        self._file = Kept(disk.descriptor(path, os.O_WRONLY | os.O_APPEND))
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
             raise
@@ -93,7 +94,7 @@ class Sent:
     def mark(self, annotation: Annotation) -> None:
         """Write that one was sent; a mark that is lost costs a question to Grafana later."""
         if os.getpid() == self._owner:
-            write_all(self._file.fileno(), json.dumps({"sent": annotation.finding}).encode() + b"\n")
+            self._file.write(json.dumps({"sent": annotation.finding}).encode() + b"\n")
 
     def close(self) -> None:
         """Let others send."""
@@ -187,8 +188,7 @@ class Annotations:
         self._tried = time.monotonic()  # when the one that is on its way was first tried
         self._said = False
         self._left = self._refused = 0
-        self._thread = threading.Thread(target=self._send_all, name="ddpdebug-annotations", daemon=True)
-        self._thread.start()
+        self._thread = Thread("ddpdebug-annotations", self._send_all)
 
     def write(self, record: Record) -> None:
         """Queue a new finding, and say at the end what was not sent; raise OSError where nothing can be sent."""

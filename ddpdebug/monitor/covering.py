@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ddpdebug.isolation.background import Thread
 from ddpdebug.schema.announcements import RankCoverage
 from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
 from ddpdebug.schema.step import Step
@@ -75,7 +76,7 @@ class Covering:
         self._sinks_open = False
         self._stop = threading.Event()
         self._looking = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -127,8 +128,7 @@ class Covering:
     def start(self) -> None:
         """Begin to look, in the background."""
         if self._thread is None and not self._ended:
-            self._thread = threading.Thread(target=self._run, name="ddpdebug-coverage", daemon=True)
-            self._thread.start()
+            self._thread = Thread("ddpdebug-coverage", self._run)
 
     def tell(self) -> None:
         """Tell the other ranks this rank's account, as it is when it leaves."""

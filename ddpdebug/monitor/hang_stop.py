@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
+from ddpdebug.isolation.background import Timer
 from ddpdebug.progress.waits import STUCK_SECONDS, Seen
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.hangs import Standing, is_by_hang, name_of, stands
@@ -123,10 +123,8 @@ def line_of(finding: Finding, rank: int) -> str:
 
 def leave_in_time(seconds: float = _LEAVING_SECONDS) -> None:
     """End this process in so many seconds at the latest, whatever it meets on its way out."""
-    timer = threading.Timer(seconds, os._exit, (EXIT_STATUS,))
-    timer.daemon = True
     with suppress(RuntimeError):  # no more threads
-        timer.start()
+        Timer("ddpdebug-leaving", seconds, os._exit, EXIT_STATUS)
 
 
 def end_children() -> None:

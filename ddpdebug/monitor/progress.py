@@ -25,6 +25,7 @@ from typing import Any
 from ddpdebug.detectors.fail.rules import is_by_loss, is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats
+from ddpdebug.isolation.background import Thread
 from ddpdebug.monitor.hang_stop import HangStop
 from ddpdebug.monitor.open_hangs import OpenHangs
 from ddpdebug.monitor.seen_ranks import NO_PROCESS, SeenRanks, answers, box_of, short
@@ -135,7 +136,7 @@ class ProgressWatch:
         self._ident, self._is_off, self._parent = 0, False, os.getppid()
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._lost = False
 
     @contextmanager
@@ -185,7 +186,7 @@ class ProgressWatch:
                     self.unanswered(time.monotonic() - began)
 
         with suppress(RuntimeError):  # the process may have no more threads
-            threading.Thread(target=look, name="ddpdebug-connecting", daemon=True).start()
+            Thread("ddpdebug-connecting", look)
         try:
             yield
         finally:
@@ -321,8 +322,7 @@ class ProgressWatch:
         """Go on for some minutes in a thread of its own, because the one that has called is about to end."""
         self._lost = self._hangs.lost = True
         with suppress(RuntimeError):  # the process may have no more threads
-            self._thread = threading.Thread(target=self._go_on, name="ddpdebug-progress", daemon=True)
-            self._thread.start()
+            self._thread = Thread("ddpdebug-progress", self._go_on)
 
     def _go_on(self) -> None:
         until = time.monotonic() + _LOST_LIMIT_SECONDS
@@ -453,7 +453,7 @@ class ProgressWatch:
         seen: Mapping[int, Seen] | None = None,
     ) -> None:
         """Say what is new, and what is over, unless the run has ended meanwhile."""
-        if not (self._stop.is_set() and threading.current_thread() is self._thread):
+        if not (self._stop.is_set() and self._thread is not None and self._thread.is_here()):
             self._hangs.conclude(found, now, alone=alone, begins=begins, seen=seen)
 
 

@@ -62,7 +62,10 @@ class Keeper:
         rank = -1
         with suppress(OSError, AttributeError):  # an old kernel: the end of the socket tells
             rank = os.pidfd_open(self._owner)
-        from ddpdebug.processes.detached import start  # noqa: PLC0415 - the other side does without
+        from ddpdebug.disk import Kept  # noqa: PLC0415 - the other side does without
+        from ddpdebug.processes.detached import start  # noqa: PLC0415
+
+        self._kept = Kept(self._socket.fileno())
 
         words = (theirs.fileno(), rank, self._owner, linger, push or "", contained)
         try:
@@ -90,7 +93,8 @@ class Keeper:
         if os.getpid() != self._owner or len(data) > _MAX_MESSAGE:  # a forked child may have got the lock closed
             return False
         with self._lock:
-            if not self._open:
+            if not (self._open and self._kept):
+                self._shut()
                 return False
             try:
                 more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
@@ -100,8 +104,7 @@ class Keeper:
             except OSError as error:
                 if error.errno == errno.EMSGSIZE:  # more than the system takes at once
                     return False
-                self._open = False  # it has gone
-                self._socket.close()
+                self._shut()  # it has gone
                 return False
             return True
 
@@ -121,8 +124,14 @@ class Keeper:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            self._open = False
+            self._shut()
+
+    def _shut(self) -> None:
+        self._open = False
+        if self._kept:
             self._socket.close()
+        else:  # the script has closed it; what has its number now is the script's
+            self._socket.detach()
 
 
 def ask_to_leave(port: int) -> bool:

@@ -55,10 +55,12 @@ class Pusher:
     """
 
     def __init__(self) -> None:
-        from ddpdebug.processes.detached import start  # noqa: PLC0415 - the other side does without
+        from ddpdebug.disk import Kept  # noqa: PLC0415 - the other side does without
+        from ddpdebug.processes.detached import start  # noqa: PLC0415
 
         self._owner = os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kept = Kept(self._socket.fileno())
         rank = -1
         with suppress(OSError, AttributeError):  # an old kernel: the end of the socket tells
             rank = os.pidfd_open(self._owner)
@@ -74,13 +76,13 @@ class Pusher:
 
     def tell(self, **facts: Any) -> None:
         """Tell the process `url`, `token`, `token_file` and `directory`, and later `end`."""
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner and self._kept:
             with suppress(OSError):
                 self._socket.send(json.dumps(facts).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def hear(self, seconds: float = 0.0) -> dict[str, Any]:
         """Return what the process has said, waiting so long for it; empty where that is nothing."""
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner and self._kept:
             with suppress(OSError, ValueError):
                 poll = select.poll()
                 poll.register(self._socket, select.POLLIN)
@@ -91,8 +93,12 @@ class Pusher:
 
     def close(self) -> None:
         """Let go of the process; one that was told of no run ends."""
-        if os.getpid() == self._owner:
+        if os.getpid() != self._owner:
+            return
+        if self._kept:
             self._socket.close()
+        else:  # the script has closed it; what has its number now is the script's
+            self._socket.detach()
 
 
 # --- whoever sends ----------------------------------------------------------------------------------------------------

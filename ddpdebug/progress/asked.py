@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Self
 
 from ddpdebug.disk import Disk
+from ddpdebug.isolation import background
 from ddpdebug.isolation.user_code import location
 from ddpdebug.run_directory.reader import RANKS
 from ddpdebug.schema.progress import RankProgress
@@ -72,7 +73,7 @@ class Asked:
 
 def threads() -> dict[str, tuple[str, ...]]:
     """Return where each thread of this process is, by its name and number, innermost first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()} | background.names()
     found = {}
     for ident, frame in islice(sys._current_frames().items(), _MAX_THREADS):  # noqa: SLF001 - documented
         found[f"{names.get(ident, 'not of Python')[:100]} ({ident})"] = tuple(_frames(frame))

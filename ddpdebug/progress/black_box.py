@@ -17,6 +17,7 @@ Its room is reserved as it is made: a full disk refuses it then, and nothing lat
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -122,7 +123,7 @@ class BlackBox:
             if not hasattr(os, "posix_fallocate"):  # macOS
                 raise OSError("room cannot be reserved in advance on this system")
             os.posix_fallocate(opened.fileno(), 0, _SIZE)
-            self._map: mmap.mmap | None = mmap.mmap(opened.fileno(), _SIZE) if mapped else None
+            self._map = _Mapped(opened.fileno()) if mapped else None
             self._is = _identity(opened.fileno())
         self._path, self._kept_in, self._disk, self._closed = file, kept_in, disk, False
         self._pid = os.getpid()
@@ -170,8 +171,7 @@ class BlackBox:
         memory = self._map
         if memory is None or self._closed or os.getpid() != self._pid:
             return
-        with suppress(ValueError, IndexError):  # it was closed by another thread
-            memory[_MARK_AT] = mark
+        memory.bytes[_MARK_AT] = mark
 
     def note(self, text: str) -> None:
         """Write a line into the ring: cut where it is longer than 230 bytes."""
@@ -184,17 +184,36 @@ class BlackBox:
         if memory is None:
             self._write(at, _PLACE.pack(number, time.monotonic(), len(data), data, number))
         else:
-            _PLACE.pack_into(memory, at, number, time.monotonic(), len(data), data, number)
+            _PLACE.pack_into(memory.bytes, at, number, time.monotonic(), len(data), data, number)
 
     def close(self) -> None:
         """Give the memory back; the file stays, and comes to where it belongs."""
-        memory, self._map = self._map, None
-        if memory is not None:
-            with suppress(BufferError):
-                memory.close()
+        self._map = None
         closed, self._closed = self._closed, True
         if self._kept_in is not None and not closed and os.getpid() == self._pid:
             keep(self._kept_in, self._disk)
+
+
+class _Mapped:
+    """A mapping of the file, for as long as somebody has it.
+
+    That of `mmap` keeps a descriptor, which it closes in the end, whoever has its number then.
+    """
+
+    def __init__(self, file: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        at = libc.mmap(None, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+        if at in {None, ctypes.c_void_p(-1).value}:
+            raise OSError(ctypes.get_errno(), "the black box cannot be mapped into memory")
+        self._give_back, self._at = libc.munmap, at
+        self.bytes = (ctypes.c_ubyte * _SIZE).from_address(at)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_at"):
+            self._give_back(self._at, _SIZE)
 
 
 def keep(file: Path, disk: Disk) -> None:

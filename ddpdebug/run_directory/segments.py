@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 
-from ddpdebug.disk import Disk, write_all
+from ddpdebug.disk import Disk, Kept, write_all
 
 #: So many files are kept, each as large as its share of the cap.
 _FILES = 8
@@ -33,7 +32,8 @@ class Segments:
     A record is handed to the operating system at once, so that it survives the death of the process, and never spans
     two files.
 
-    A record for which the disk has no room, or a whole file has none, is left out: the next one begins a new file.
+    A record for which the disk has no room, or a whole file has none, is left out: the next one begins a new file. So
+    does one that finds the file closed by the script.
 
     Args:
         header: gives the bytes that a new file begins with.
@@ -55,7 +55,7 @@ class Segments:
         self._disk, self._what = disk or Disk(), what
         self._number = -1
         self._size = 0
-        self._file: FileIO | None = None
+        self._file: Kept | None = None
 
     def append(self, record: bytes, *, must: bool = False) -> str | None:
         """Write one record; return why not where it was left out, and raise OSError where writing fails.
@@ -70,12 +70,12 @@ class Segments:
             self.close()
             return refusal
         file = self._file
-        if file is None or self._size + len(record) > self._limit:
+        if not file or self._size + len(record) > self._limit:
             file = self._next()
         try:
-            write_all(file.fileno(), record)
+            write_all(file.number, record)
         except OSError:
-            os.ftruncate(file.fileno(), self._size)  # a full disk may take a part
+            os.ftruncate(file.number, self._size)  # a full disk may take a part
             self.close()
             raise
         self._size += len(record)
@@ -87,16 +87,12 @@ class Segments:
             self._file.close()
             self._file = None
 
-    def _next(self) -> FileIO:
+    def _next(self) -> Kept:
         self.close()
         path = segment_path(self._first, self._number + 1)
-        header, file = self._header(), self._disk.create(path)
-        try:
-            write_all(file.fileno(), header)
-        except OSError:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
+        header = self._header()
+        self._disk.write(path, header)
+        file = Kept(self._disk.descriptor(path, os.O_WRONLY | os.O_APPEND))
         self._number, self._file, self._size = self._number + 1, file, len(header)
         dropped = self._number - _FILES + 1
         if dropped > 0:

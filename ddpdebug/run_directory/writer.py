@@ -7,7 +7,6 @@ What was written stays readable: `reader` describes the files and reads them.
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -158,7 +157,7 @@ class RunDirectory:
         return True
 
     def _start(self, record: RunStarted) -> None:
-        self._disk.make_directory(self._directory)
+        self._disk.begin(self._directory)
         self._make_own()
         self._run_id = record.run_id
         place = {"run": record.run_id, "rank": self._rank, "node": record.node, "metrics_url": record.metrics_url}
@@ -190,9 +189,7 @@ class RunDirectory:
         self._disk.append(self._directory / files.FINDINGS, b"")
 
     def _make_own(self) -> None:
-        """Make this rank's folder, which the next run's rank 0 may have set aside; not where all was deleted."""
-        if not self._directory.is_dir():
-            raise FileNotFoundError(errno.ENOENT, f"the run directory {str(self._directory)!r} is gone")
+        """Make this rank's folder, which the next run's rank 0 may have set aside."""
         self._disk.make_directory(self._own, below=self._directory)
 
     def _finding(self, finding: Finding) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ddpdebug.exchange import ticks as module
 from ddpdebug.exchange.ticks import BATCH_ROWS, Alone, Exchange, Tick
+from ddpdebug.isolation import background
 from ddpdebug.schema.row import ROW_BYTES, Row, decode, encode
 
 #: How long a thread may take for what takes it milliseconds: the machine may be busy.
@@ -231,7 +232,7 @@ def test_closing_does_not_wait_for_a_group_that_never_connects() -> None:
     assert exchange.lost
     assert len(lost) == 1
     never.set()
-    _until(lambda: "ddpdebug" not in {thread.name for thread in threading.enumerate()})
+    _until(lambda: "ddpdebug" not in background.names().values())
     assert ticks == []
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from machine import PATIENCE, free_port, until
 
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
+from ddpdebug.isolation import background
 from ddpdebug.monitor import open_hangs, progress, seen_ranks
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
@@ -528,7 +528,7 @@ def test_ranks_see_each_other_before_they_can_talk(monkeypatch: pytest.MonkeyPat
     rank.watch.unanswered = looked.append  # type: ignore[method-assign]
     with rank.watch.connecting():
         assert until(lambda: len(looked) > 1)
-    assert until(lambda: all(thread.name != "ddpdebug-connecting" for thread in threading.enumerate()))
+    assert until(lambda: "ddpdebug-connecting" not in background.names().values())
 
 
 def test_a_rank_that_has_lost_its_launcher_names_nobody(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _PURE = (
     "errors",
     "redaction",
     "disk",
+    "isolation.background",
     "schema.row",
     "schema.finding",
     "schema.step",

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from ddpdebug.commands.explain import pages
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.isolation import background
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.run_state import WaitState
@@ -34,6 +35,9 @@ from ddpdebug.sinks.prometheus import server
 from ddpdebug.sinks.prometheus.exporter import SERIES, SERIES_WITH_FINDINGS, PrometheusSink
 from ddpdebug.sinks.prometheus.exposition import openmetrics_of, text_of
 from ddpdebug.sinks.prometheus.metrics import LAYER_NAMES, OTHER, SLOTS, Layers
+
+sys.path.append(str(Path(__file__).parent.parent / "support"))
+from machine import until
 
 STARTED = RunStarted(
     run_id="r1",
@@ -564,14 +568,12 @@ def test_it_answers_while_training_hangs(sink: PrometheusSink) -> None:
 
 def test_it_stops_and_leaves_no_thread() -> None:
     """At the end of the run; closing again does nothing."""
-    before = set(threading.enumerate())
+    before = set(background.names())
     sink = PrometheusSink(0, "127.0.0.1", 0)
     assert sink._endpoint is not None
     listener = sink._endpoint._server.socket
     sink.write(RunEnded(reason="finished", exit_code=0, steps={}))
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-        assert not thread.is_alive()
+    assert until(lambda: not set(background.names()) - before)
     sink.close()
     assert listener.fileno() == -1  # closed: somebody else may have its port by now
 

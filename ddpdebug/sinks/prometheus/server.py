@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from ddpdebug.disk import Kept
+from ddpdebug.isolation.background import Thread
 from ddpdebug.sinks.prometheus.keeping import Keeper
 
 #: Seconds for a connection, from its acceptance to the end of its answer.
@@ -406,28 +408,23 @@ class Server(WSGIServer):
         self.set_app(app)
         self._context, self._every = context, every
         self._closing, self._leaving = threading.Event(), False
-        self._open: dict[Any, float] = {}  # connections, with the time of each one's end
-        self._thread = self._start(self._run)
+        self._open: dict[Any, tuple[float, Kept]] = {}  # connections, with the time of each one's end
+        self._kept = Kept(listener.fileno())
+        self._thread = Thread("ddpdebug-metrics", self._run)
 
     def close(self) -> None:
         """Stop serving; returns within a second."""
         self._closing.set()
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        if self._kept:
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._thread.join(1.0)
-        self.server_close()
+        self._let_go(self.socket, self._kept)
 
     def leave(self) -> None:
         """Accept no more; the thread lets go of the socket, which goes on listening for others, when it wakes."""
         self._leaving = True
         self._closing.set()
-
-    @staticmethod
-    def _start(call: Callable[..., None], *args: Any) -> threading.Thread:
-        # a name, so that the job's own threads are numbered as without us
-        thread = threading.Thread(target=call, args=args, name="ddpdebug-metrics", daemon=True)
-        thread.start()
-        return thread
 
     def _run(self) -> None:
         # to write to who has gone would end a job that has SIGPIPE back at its default; the other threads inherit it
@@ -435,6 +432,9 @@ class Server(WSGIServer):
         due = 0.0
         while not self._closing.is_set():
             now = time.monotonic()
+            if not self._kept:  # the script has closed it; what has its number now is the script's
+                self.socket.detach()
+                return
             if now >= due:
                 due = now + _TICK
                 with suppress(Exception):  # the thread must live on
@@ -445,20 +445,20 @@ class Server(WSGIServer):
             except Exception:  # noqa: BLE001 - the thread must live on
                 self._closing.wait(_TICK)
         if self._leaving:
-            self.server_close()
+            self._let_go(self.socket, self._kept)
         else:
             self._hang_up(float("inf"))
 
     def _hang_up(self, now: float) -> None:
-        for connection, end in self._open.copy().items():
-            if end <= now:
+        for connection, (end, kept) in self._open.copy().items():
+            if end <= now and kept:
                 with suppress(OSError):  # it has ended itself
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Its handshake begins with what its own thread reads."""
-        if self._leaving:
-            raise ConnectionAbortedError  # the other process accepts it
+        if self._leaving or not self._kept:
+            raise ConnectionAbortedError  # the other process accepts it, or the script
         try:
             client, address = self.socket.accept()
         except OSError:  # no more files: who waits goes on waiting, and this would ask without a pause
@@ -474,12 +474,12 @@ class Server(WSGIServer):
         del client_address
         if len(self._open) >= _MAX_CONNECTIONS:
             return False
-        self._open[request] = time.monotonic() + _TIMEOUT
+        self._open[request] = time.monotonic() + _TIMEOUT, Kept(request.fileno())
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of the connection's own; where there can be no more threads the client is let go."""
-        self._start(self._answer, request, client_address)
+        Thread("ddpdebug-metrics", self._answer, request, client_address)
 
     def _answer(self, request: Any, client_address: Any) -> None:
         with suppress(Exception):  # it hung up, was too slow, or spoke something else
@@ -488,8 +488,19 @@ class Server(WSGIServer):
 
     def shutdown_request(self, request: Any) -> None:
         """End a connection."""
-        self._open.pop(request, None)
-        super().shutdown_request(request)
+        _, kept = self._open.pop(request, (0.0, None))
+        if kept is None or kept:
+            super().shutdown_request(request)
+        else:
+            request.detach()
+
+    @staticmethod
+    def _let_go(of: socket.socket, kept: Kept) -> None:
+        """Close a socket, unless its number is somebody else's by now."""
+        if kept:
+            of.close()
+        else:
+            of.detach()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop the error: the terminal is the job's."""

@@ -1,0 +1,82 @@
+"""The threads of ours: `threading` does not know them, and nothing that a script sets for its threads reaches them.
+
+A script counts, lists, joins, traces and profiles the threads of its process through `threading`. So ours are started
+below it. What runs in one never calls `threading.current_thread()`, nor what does that (`logging`, pools of threads):
+it would be listed after all. As with daemons, the interpreter ends without waiting; what must end before is joined.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+#: Of those that run: number of the thread -> process, name.
+_running: dict[int, tuple[int, str]] = {}
+
+
+def names() -> dict[int, str]:
+    """Return the names of the threads of ours that run in this process, by their numbers."""
+    own = os.getpid()
+    return {ident: name for ident, (pid, name) in _running.copy().items() if pid == own}
+
+
+class Thread:
+    """A thread of ours, which runs a call from its construction on; what that raises ends the thread and nothing else.
+
+    Args:
+        name: for people who look at the stacks of the process.
+
+    Raises:
+        RuntimeError: the process may have no more threads.
+    """
+
+    def __init__(self, name: str, call: Callable[..., object], *args: Any) -> None:
+        self._pid, self._ident, self._runs = os.getpid(), 0, threading.Lock()
+        self._runs.acquire()  # until it has ended, and by whoever waits for that in the moment in which he learns it
+        self._over = False
+        _thread.start_new_thread(self._run, (name, call, args))
+
+    def _run(self, name: str, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._ident = threading.get_ident()
+        _running[self._ident] = self._pid, name
+        with suppress(BaseException):  # the script's hooks must not hear of it; who has something to say has caught it
+            call(*args)
+        _running.pop(self._ident, None)
+        self._over = True
+        self._runs.release()
+
+    def is_alive(self) -> bool:
+        """Tell whether it runs; none does in a forked child."""
+        return not self._over and self._pid == os.getpid()
+
+    def is_here(self) -> bool:
+        """Tell whether the caller runs in it."""
+        return self.is_alive() and self._ident == threading.get_ident()
+
+    def join(self, seconds: float = -1.0) -> None:
+        """Wait until it has ended, for so long at most where that is given."""
+        if self.is_alive() and self._runs.acquire(timeout=seconds):
+            self._runs.release()
+
+
+class Timer(Thread):
+    """A thread of ours that makes a call after some seconds, unless it is cancelled."""
+
+    def __init__(self, name: str, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        self._waits = threading.Lock()
+        self._waits.acquire()
+        super().__init__(name, self._wait, seconds, call, args)
+
+    def _wait(self, seconds: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if not self._waits.acquire(timeout=seconds):
+            call(*args)
+
+    def cancel(self) -> None:
+        """Keep it from calling, if it has not begun to."""
+        with suppress(RuntimeError):  # once is enough
+            self._waits.release()
