@@ -127,20 +127,24 @@ def start(work: Callable[[], Any], seconds: float) -> Child:
     # waited for there. The copy's number ends the row here; there it is 0, and the row goes on while all is false.
     row = (made, partial(_inside.append, True), *confined.steps, renew)
     pid = -1
-    _imp.acquire_lock()  # as `os.fork` does
     try:
+        _imp.acquire_lock()  # as `os.fork` does
         pid = next(filter(None, map(operator.call, row)), 0)
     finally:
         if os.getpid() != parent:
-            _work(work, memory, ready=pid == 0 and os.getppid() == parent and not shares_memory(own))
-        _imp.release_lock()
+            _work(work, memory, own, parent, begun=pid == 0)
+        with suppress(RuntimeError):  # a signal's handler may have come between
+            _imp.release_lock()
     if pid < 0:
         raise UnconfinedError("the process could not be copied")
     return Child(pid, memory, seconds)
 
 
-def _work(work: Callable[[], Any], memory: mmap.mmap, *, ready: bool) -> NoReturn:
+def _work(work: Callable[[], Any], memory: mmap.mmap, own: int, parent: int, *, begun: bool) -> NoReturn:
+    """Do the work and leave, whatever happens: the script must not go on here."""
+    ready = False
     try:
+        ready = begun and os.getppid() == parent and not shares_memory(own)
         if ready:
             try:
                 found = {"answer": work()}

@@ -132,7 +132,7 @@ def confinement(seconds: float, own: int, room: int) -> Confinement:
     found.add("prctl", _PDEATHSIG, signal.SIGKILL)
     found.add("signal", signal.SIGALRM, None)
     found.add("alarm", int(seconds) + 1)
-    found.add("setpriority", 0, 0, _NICE)
+    found.add("setpriority", os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     found.add("prctl", _NAME, b"ddpdebug-replay")
     size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + room
     limit = ctypes.create_string_buffer(struct.pack("QQ", size, size))

@@ -299,7 +299,8 @@ class Monitor:
             self.agreement.offer(batch)
 
     def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
-        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
+        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most, or
+        9 s while a replay is at work.
 
         Args:
             error: why it ends, by default the exception that is being handled.
