@@ -299,8 +299,9 @@ class Monitor:
             self.agreement.offer(batch)
 
     def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
-        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most, or
-        9 s while a replay is at work.
+        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
+
+        A replay that is still at work is waited for up to 4 s more.
 
         Args:
             error: why it ends, by default the exception that is being handled.

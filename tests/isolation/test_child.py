@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from machine import until
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation import child as module, confinement
@@ -210,6 +211,28 @@ def test_it_is_not_waited_for_at_the_end() -> None:
     children.finish(0.1)
     children.finish(60)  # the machine may be slow
     assert told == [(None, "the run ended before it")]
+
+
+def test_it_dies_with_its_process() -> None:
+    """A rank that is gone leaves nothing at work."""
+    reader, writer = os.pipe()
+    if (rank := os.fork()) == 0:
+        try:
+            os.write(writer, str(start(_for_ever, 600)._pid).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(rank, 0)
+    pid = int(os.read(reader, 20))
+    os.close(reader)
+    os.close(writer)
+    assert until(lambda: _state(pid) in {None, "Z"})  # who takes its parent's place may not have asked for its end yet
+
+
+def _state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 def test_no_more_than_a_few_at_once() -> None:
