@@ -125,7 +125,7 @@ _MESSAGES = frozenset(
 #: How long the thread waits to see whether a store that failed went with its process group.
 _GRACE_SECONDS = 2.0
 #: How long the end waits for what a replay finds.
-_REPLAY_SECONDS = 3.0
+_REPLAY_SECONDS = 5.0
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -301,7 +301,7 @@ class Monitor:
     def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
 
-        A replay that is still at work is waited for up to 4 s more.
+        A replay that is still at work is waited for up to 6 s more.
 
         Args:
             error: why it ends, by default the exception that is being handled.
