@@ -1,5 +1,6 @@
 """A forward writes files, memory that it shares and pipes, holds locks, forks and sends signals; a NaN batch comes."""
 
+import glob
 import mmap
 import multiprocessing
 import os
@@ -38,7 +39,7 @@ def writes(x):
     log.flush()
     with open("state.txt", "w") as file:  # what is there is gone already where a second one fails
         file.write(f"{value.value}\n")
-    os.makedirs(f"step-{len(os.listdir())}")
+    os.makedirs(f"step-{len(glob.glob('step-*'))}")
 
 
 def shares(x):
@@ -69,5 +70,6 @@ for effect in (shares, writes, forks, sends):
     models.append(model)
     optimizers.append(optimizer)
 os.close(writer)
-seen = value.value, shared.tolist(), mapped[0], len(os.read(reader, 100)), len(signals), sorted(os.listdir())
+seen = value.value, shared.tolist(), mapped[0], len(os.read(reader, 100)), len(signals)
+seen += tuple(sorted(glob.glob("*.*") + glob.glob("step-*")))
 report(models, optimizers, losses, seen=seen)
