@@ -321,7 +321,7 @@ class Volumes:
                 at = at.parent
         size = found.f_bavail * found.f_frsize
         if self.in_memory(at):
-            size = min([size, *_free_memory(), *_group_memory()])
+            size = min([size, *free_memory()])
         files = found.f_favail if found.f_files else None
         return Free(size, found.f_blocks * found.f_frsize, files)
 
@@ -345,6 +345,11 @@ def _kind_of(device: int) -> str:
             if line.split()[2] == place:
                 return line.partition(" - ")[2].split()[0]
     return ""
+
+
+def free_memory() -> list[int]:
+    """Return what the machine and the control group have left, in bytes, as far as that is known."""
+    return [*_free_memory(), *_group_memory()]
 
 
 def _free_memory() -> list[int]:

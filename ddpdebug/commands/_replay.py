@@ -62,7 +62,7 @@ def run(request: Request) -> int:
     notes = _notes(bundle, device)
 
     def once(part: ForwardCapture) -> Trace:
-        return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None, alone=True)
+        return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None)
 
     trace = once(capture)
     shrunk = shrink(capture, trace, once) if request.shrink else None

@@ -191,6 +191,12 @@ class Config:
         "Feed one batch to all ranks every so many steps and compare (agreement probe); 0 is never.",
     )
     status: bool = _option(True, kinds.SWITCH, "Show the current step in the title of the terminal's window.")
+    replay: str = _option(
+        "child",
+        kinds.one_of("child", "off"),
+        "Where a forward runs once more that has made a NaN or Inf: in a copy of the process, which can change nothing "
+        "and is thrown away, or nowhere. It names the operation and its line.",
+    )
     bundle_limit: int = _option(
         2048, kinds.integer(0), "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none."
     )

@@ -126,6 +126,8 @@ class Detector:
     incident: ClassVar[tuple[str, ...]] = ("phase",)
     #: Of two findings about the same incident the later one knows more: its evidence takes the place of the other's.
     keeps_newest: ClassVar[bool] = False
+    #: More may become known of what it has found, once the step is judged: `learned` words it anew.
+    learns: ClassVar[bool] = False
     #: Each is fed to a fresh instance; run as tests.
     fires_on: ClassVar[Examples] = Examples()
     silent_on: ClassVar[Examples] = Examples()
@@ -142,6 +144,10 @@ class Detector:
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Iterator[Finding]:
         """Findings of the announcements of one topic by all ranks, by rank; called when all have spoken."""
         yield from ()
+
+    def learned(self, step: Step) -> Finding | None:
+        """Word a finding about a step anew, of which a detail has come again; it must remember nothing."""
+        return None
 
     def finish(self) -> Iterator[Finding]:
         """Findings that only the end of the run shows; called once."""

@@ -161,6 +161,7 @@ class Verdict:
     location: str | None = None
     step: int | None = None  # where that is not the step that shows it
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    title: str | None = None  # where that of the rule says too much
 
 
 class ChainRule(ComparisonRule):

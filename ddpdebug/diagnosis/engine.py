@@ -37,6 +37,8 @@ MOST_ASKED, _OF_ANOTHER = 16, 3
 #: Announcements of `Scope.SHARED` are held and judged together, for at most so many steps, or so many ticks where no
 #: more steps come.
 _HELD_STEPS, _HELD_TICKS = 2, 20
+#: Details of so many judged steps may still come.
+_LEARNS_OF = 8
 
 T = TypeVar("T")
 
@@ -121,6 +123,7 @@ class Diagnosis:
         self._queue: deque[_Queued] = deque()
         self._outbox: list[Request] = []
         self._judged = 0
+        self._judged_lately: deque[Step] = deque(maxlen=_LEARNS_OF)  # of which more may become known
         self._members: dict[int, dict[Group, list[Detector]]] = {}  # optimizer -> group -> rules
         self._rounds: dict[str, dict[int, dict[int, Announcement | None]]] = {}  # topic -> round -> rank -> value
         self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
@@ -170,9 +173,21 @@ class Diagnosis:
     ) -> None:
         """Hand over one rank's details; None means that it cannot tell."""
         place = optimizer, step, last
-        for queued in self._queue:
-            if (queued.step.optimizer, queued.step.step, queued.last) == place and kind in queued.asked:
-                queued.asked[kind][rank] = value
+        waiting = [q for q in self._queue if (q.step.optimizer, q.step.step, q.last) == place and kind in q.asked]
+        for queued in waiting:
+            queued.asked[kind][rank] = value
+        if not waiting and value is not None:
+            self._learn(place, kind, rank, value)
+
+    def _learn(self, place: tuple[int, int, bool], kind: str, rank: int, value: Detail) -> None:
+        """Word what was found in a step anew, of which a detail has come once more."""
+        for i, judged in enumerate(self._judged_lately):
+            if (judged.optimizer, judged.step, judged.last) == place:
+                step = judged.with_details({kind: {**judged.details.get(kind, {}), rank: value}})
+                self._judged_lately[i] = step
+                for rule in [rule for rule in self._rules if rule.learns and kind in rule.wants]:
+                    if (finding := self._run(rule, None, rule.learned, step)) is not None:
+                        self._incidents.learn(finding)
 
     def tell(self, topic: str, rank: int, value: Announcement | None) -> None:
         """Hand over one rank's announcement; with which others it is judged says the topic's scope.
@@ -365,6 +380,8 @@ class Diagnosis:
                     continue
                 if new:
                     found[code] = new
+        if any(rule.learns and rule.code in found for rule in rules):
+            self._judged_lately.append(step)
         self._settle(step, readings, found, queued.rules)
         self._judged += 1
 

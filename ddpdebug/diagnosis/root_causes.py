@@ -93,6 +93,14 @@ class Incident:
             self.finding = replace(self.finding, phase=finding.phase, evidence={**finding.evidence, **told})
         self.again(finding.last_step if self.rule.keeps_newest else finding.step)
 
+    def learn(self, finding: Finding) -> None:
+        """Take what is known by now of the occurrence that opened it."""
+        told = {key: value for key, value in self.finding.evidence.items() if key == "consequences"}
+        names = ("subject", "location", "causes", "actions")
+        known = {name: getattr(finding, name) for name in names}
+        self.finding = replace(self.finding, **known, evidence={**finding.evidence, **told})
+        self.changed = True
+
     def add_consequence(self, finding: Finding) -> None:
         """Add what follows from this incident to its evidence, once for each code."""
         known = list(self.finding.evidence.get("consequences", ()))
@@ -265,6 +273,14 @@ class Incidents:
         incident.root = source
         source.top.add_consequence(finding)
         self._touched.append(source.top)
+
+    def learn(self, finding: Finding) -> None:
+        """Take what is known by now of an occurrence that has opened an incident."""
+        for incident in dict.fromkeys((*self._open(), *self._closed)):
+            known = incident.finding
+            if (known.code, known.step, known.ranks) == (finding.code, finding.step, finding.ranks):
+                incident.learn(finding)
+                self._touched.append(incident)
 
     def _entry(self, finding: Finding) -> str | None:
         return next((str(entry) for entry in self._ignored if entry.covers(finding)), None)

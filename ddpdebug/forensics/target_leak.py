@@ -1,9 +1,9 @@
 """Asks once what a language model makes of the token that it shall predict: one forward again with another token.
 
 Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
-moved by one position, or before they are the inputs themselves in two early steps. Then a copy of the inner module runs
-twice in eval mode on the inputs of the last forward, on one rank, without gradients and in the way of a replay, and is
-ended by any operation that would communicate.
+moved by one position, or before they are the inputs themselves in two early steps. Then the inner module runs twice in
+eval mode on the inputs of the last forward, on one rank, without gradients and in the way of a replay: in a disposable
+copy of the process, and ended by any operation that would communicate.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.devices import arrival, captures
-from ddpdebug.forensics.replay.tracer import Tracer
-from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped, undisturbed
+from ddpdebug.forensics.replay.prepared import Prepared
+from ddpdebug.forensics.replay.tracer import Stopped, Tracer
+from ddpdebug.isolation.child import Children
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.nested import leaves, mapped, tensors_in
 from ddpdebug.probes.forward_capture import ForwardCapture
-from ddpdebug.schema.announcements import TokenChange
+from ddpdebug.schema.announcements import Announce, TokenChange
+from ddpdebug.schema.wire import from_json, to_json
 
 #: A number that may still be on a device.
 Value = Callable[[], float]
@@ -111,8 +114,9 @@ def look(capture: ForwardCapture, known: Relation) -> TokenChange | None:
     row[known.position] = values[values != row[known.position]][0]
     modes = dict.fromkeys(capture.names, False)
     try:
-        with undisturbed(module, capture.buffers, modes, (capture.args, capture.kwargs)) as stand_ins:
-            runs = [_run(capture, known, tokens, stand_ins) for tokens in (known.tokens, other)]
+        runs = [
+            _run(capture, known, tokens, Prepared(module, capture.buffers, modes)) for tokens in (known.tokens, other)
+        ]
         return _compared(known, *runs)
     except (Exception, Stopped) as error:
         if is_users(error):
@@ -129,25 +133,25 @@ def _refuses(module: torch.nn.Module) -> bool:
     )
 
 
-def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor, stand_ins: StandIns) -> _Pass:
+def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor, prepared: Prepared) -> _Pass:
     seen = _Pass()
     args = tuple(
-        stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in capture.args
+        prepared.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in capture.args
     )
     kwargs = {
-        k: stand_ins.argument(mapped(v, lambda item: tokens if item is known.tokens else item))
+        k: prepared.argument(mapped(v, lambda item: tokens if item is known.tokens else item))
         for k, v in capture.kwargs.items()
     }
-    tracer = Tracer(lambda: (None, None, 0), stand_ins, time.monotonic() + _SECONDS)
+    tracer = Tracer(lambda: (None, None, 0), time.monotonic() + _SECONDS)
     handles = [
         part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
-        for name, part in internals.named_modules(stand_ins.module)
+        for name, part in internals.named_modules(prepared.module)
         if name
     ]
     capture.rng.restore()
     try:
         with torch.no_grad(), capture.autocast.again(), internals.as_users(), tracer:
-            output = stand_ins.module(*args, **kwargs)
+            output = prepared.module(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
@@ -236,11 +240,13 @@ class Leaks:
     """Decides when to look, for each model once at most. On the training thread.
 
     Args:
-        quiet: switches the probes off while a model runs for us; called with True and then False.
+        children: copies of the process in which a model runs for us; None asks nothing.
+        guard: its probes are silent there.
+        announce: tells all ranks, from another thread.
     """
 
-    def __init__(self, quiet: Callable[[bool], None]) -> None:
-        self._quiet = quiet
+    def __init__(self, children: Children | None, guard: Guard, announce: Announce) -> None:
+        self._children, self._guard, self._announce = children, guard, announce
         self._levels: dict[int, _Level] = {}
         self._case: tuple[ForwardCapture, Relation, float, float] | None = None
         self._line: str | None = None  # that gave the case's loss to backward
@@ -272,17 +278,25 @@ class Leaks:
             self._case = capture, known, level.first, level.last if low is None else low
             self._line = user_location()
 
-    def work(self) -> TokenChange | None:
-        """Look, if there is a case; return what was seen."""
+    def work(self, step: int) -> None:
+        """Have a copy look, if there is a case; what it has seen is announced later."""
         if self._case is None:
-            return None
-        (capture, known, first, low), self._case = self._case, None
-        self._quiet(True)
-        try:
-            found = look(capture, known)
-        finally:
-            self._quiet(False)
-        return None if found is None else replace(found, first_loss=first, loss=low, location=self._line)
+            return
+        (capture, known, first, low), self._case, line = self._case, None, self._line
+        if self._children is None or torch.cuda.is_initialized():
+            return
+
+        def work() -> Any:
+            internals.use_one_thread()
+            self._guard.quiet = True
+            return to_json(look(capture, known))
+
+        def take(answer: Any, _: str | None) -> None:
+            found = from_json(TokenChange, answer) if answer else None
+            if found is not None:
+                self._announce(replace(found, step=step, first_loss=first, loss=low, location=line))
+
+        self._children.run("probe:leaks", work, 2 * _SECONDS, take)
 
     def drop(self) -> None:
         """Let go of a forward that is kept."""

@@ -7,13 +7,13 @@ line that makes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from ddpdebug.device_fingerprint import forget_tables
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.forensics.loss.dropout_calls import dropout_calls
 from ddpdebug.forensics.target_leak import Leaks
 from ddpdebug.instrument.patches import Patches
+from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.collective_notes import CollectiveNotes
@@ -58,6 +58,7 @@ class Probes:
         stop: returns what is to be raised in the job now, if anything.
         vote: counts the ranks' votes on steps; None looks at nothing numeric.
         keep_inputs: bytes of inputs that are held for replays; None takes a share of the models' parameters.
+        replay: code of the script's may run a second time, in copies of the process.
         want_norms: a comparison with a tolerance needs numbers, not digests.
         validation_loss: where validation losses are read, as the setting says.
     """
@@ -74,6 +75,7 @@ class Probes:
         stop: Callable[[], BaseException | None] = _nothing,
         vote: NumericGuard | None = None,
         keep_inputs: int | None = None,
+        replay: bool = True,
         want_norms: bool = False,
         validation_loss: str = "modules",
     ) -> None:
@@ -82,6 +84,7 @@ class Probes:
         bus, state = self.bus, self.state
         voting = vote is not None and vote.active
         self.captures = ForwardCaptures(guard, keep_inputs)
+        self.children = Children(guard) if replay else None
         self.memory = MemoryProbe(bus, state)
         self.buffers = Buffers(bus, state, guard)
         self.calls = LoopCalls(bus, state, announce)
@@ -119,7 +122,7 @@ class Probes:
             loaders=self.loaders,
             captures=self.captures,
             announce=announce,
-            leaks=Leaks(partial(setattr, guard, "quiet")),
+            leaks=Leaks(self.children, guard, announce),
             dropout_calls=dropout_calls,
         )
         self.evaluations = Evaluations(

@@ -49,6 +49,11 @@ class Answering:
         """Take questions."""
         self._asked += [(request, 0) for request in requests]
 
+    def again(self, record: StepRecord, kind: str) -> None:
+        """Answer, asked or not, once something has become known; from any thread."""
+        value = answer(kind, record, self._sources)
+        self._tell(Request(optimizer=record.optimizer, step=record.step, kind=kind), value)
+
     def work(self, *, patient: bool) -> None:
         """Answer what can be answered; everything, if not `patient`."""
         asked, self._asked = self._asked, []

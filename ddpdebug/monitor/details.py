@@ -33,6 +33,7 @@ from ddpdebug.schema.details import (
     HyperParameters,
     LayerStatistics,
     Modes,
+    Numerics,
     OptimizerState,
     Parameters,
     Recipe,
@@ -57,9 +58,12 @@ def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:
 
 
 def is_known(kind: str, record: StepRecord, sources: Sources) -> bool:
-    """Tell whether the answer is complete: the line of a direct call shows only when it is made again."""
+    """Tell whether the answer is complete: some things show a little later, as the line of a direct call."""
     if kind == "holders":
         return sources.holders.known()
+    if kind == "numerics":
+        judgement = record.parts.get(Judgement)
+        return judgement is None or judgement.replaying is None or not judgement.replaying.awaited
     if kind != "contract" or record.contract.bypass is None:
         return True
     return any(w.call_site is not None and w.call_site.location is not None for w in sources.state.wrappers)
@@ -187,6 +191,13 @@ def _layers(record: StepRecord, _: Sources) -> LayerStatistics:
     return samples.detail(record.parts[GradientDigests].norms(), before)
 
 
+def _numerics(record: StepRecord, _: Sources) -> Numerics:
+    judgement = record.parts[Judgement]
+    if judgement.replaying is None:
+        return judgement.detail
+    return replace(judgement.detail, replay=judgement.replaying.told())
+
+
 def _recipe(record: StepRecord, _: Sources) -> Recipe:
     rates = tuple(group.get("lr") for group in record.parts[GroupSettings].groups)
     return Recipe(**record.since.parts[RecipeNotes].recipe, lr=rates)
@@ -201,7 +212,7 @@ _BUILDERS: dict[str, Callable[[StepRecord, Sources], Detail | None]] = {
     "buffers": _buffers,
     "modes": _modes,
     "replicas": lambda record, _: Replicas(copies=record.parts[Copies].looks),
-    "numerics": lambda record, _: record.parts[Judgement].detail,
+    "numerics": _numerics,
     "layers": _layers,
     "holders": lambda _, sources: sources.holders.found(),
     "recipe": _recipe,

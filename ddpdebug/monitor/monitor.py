@@ -124,6 +124,8 @@ _MESSAGES = frozenset(
 )
 #: How long the thread waits to see whether a store that failed went with its process group.
 _GRACE_SECONDS = 2.0
+#: How long the end waits for what a replay finds.
+_REPLAY_SECONDS = 5.0
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -181,6 +183,7 @@ class Monitor:
             stop=self._stop_now,
             vote=None if config.guard == "off" else self.numeric_guard,
             keep_inputs=None if config.keep_inputs is None else config.keep_inputs << 20,
+            replay=config.replay == "child",
             want_norms=config.tolerance is not None,
             validation_loss=config.validation_loss,
         )
@@ -210,6 +213,8 @@ class Monitor:
             self.probes.captures,
             self.guard,
             lambda: (self.rank, self._home),
+            self.probes.children,
+            lambda record: self._answering.again(record, "numerics"),
             limit=config.bundle_limit << 20,
             facts={"command": list(self.command), "run": self.run_id},
             redactor=self.redactor,
@@ -296,6 +301,8 @@ class Monitor:
     def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
 
+        A replay that is still at work is waited for up to 6 s more.
+
         Args:
             error: why it ends, by default the exception that is being handled.
         """
@@ -324,6 +331,7 @@ class Monitor:
             lambda: run("close:memory", self.memory.close, error),
             lambda: run("close:last-state", probes.last_state.look_back),
             probes.last_state.close,
+            lambda: probes.children is None or run("close:replay", probes.children.finish, _REPLAY_SECONDS),
             self._seal,
             lambda: run("close:optimizers", probes.recorder.end),
             lambda: run("forensics:agreement", self.agreement.run, probes.state.wrappers, -1, last=True),

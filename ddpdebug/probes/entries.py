@@ -27,6 +27,7 @@ from torch.optim import optimizer as all_optimizers
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.devices import failure
+from ddpdebug.isolation.child import is_disposable
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.importlib_bootstrap import around
@@ -370,7 +371,7 @@ class Entries:
 
         def forked() -> None:
             entries, found = me(), method()
-            if entries is not None and found is not None and not entries.closed:
+            if entries is not None and found is not None and not entries.closed and not is_disposable():
                 entries.guard.run(part, found)
 
         os.register_at_fork(after_in_child=forked)

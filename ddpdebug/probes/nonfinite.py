@@ -114,7 +114,7 @@ class Numerics:
         self.inside = True
         looks = state.since.parts[Looks]
         inner = internals.unwrap_compiled(module)
-        looks.module, looks.prefix = weakref.ref(inner), prefix
+        looks.module, looks.prefix, looks.model = weakref.ref(inner), prefix, type(inner).__name__
         self._began = looks
         if not state.checking:
             return
@@ -173,7 +173,7 @@ class Numerics:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def note_loss(self, event: events.LossGiven) -> None:
-        """Note where a loss comes from: on the CPU one that is non-finite, on a device any in a checked step."""
+        """Note where a loss comes from: on the CPU one that is non-finite, on a device any, which is judged later."""
         looks, loss = self._state.since.parts[Looks], event.loss
         if not self._on or looks.loss is not None:
             return
@@ -181,7 +181,7 @@ class Numerics:
         value = event.read() if here else math.nan
         if math.isfinite(value) and here and self._state.checking:
             self._bus.emit(events.LossExamined(loss, looks, finite=True))
-        if math.isfinite(value) or not (here or self._state.checking):
+        if math.isfinite(value):
             return
         if here:
             self._suspect()
@@ -241,6 +241,7 @@ class Numerics:
         self._guard.run("probe:layers", self.layers.before, watch, record)
         looks, judgement = record.since.parts[Looks], record.parts[Judgement]
         record.since.parts[Losses].scale = self._calls.last_loss_scale
+        looks.called = self._called(looks)
         if self._is_scaler_skipping(watch):
             record.flags |= Flag.SKIPPED
         if not watch.on_cpu:
@@ -269,6 +270,11 @@ class Numerics:
             self._bad[watch.index] = watch.step
         if not gradients and (record.checked or self._every_step):
             self._clean[watch.index] = watch.step
+
+    def _called(self, looks: Looks) -> tuple[str, int] | None:
+        """Return the file and the line that called the model."""
+        capture = self._captures.newest(None if looks.module is None else looks.module())
+        return None if capture is None else capture.called_at
 
     @staticmethod
     def _is_scaler_skipping(watch: OptimizerWatch) -> bool:

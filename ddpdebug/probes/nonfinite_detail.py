@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ddpdebug.isolation.user_code import location
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.nonfinite_notes import Judgement, Looks
@@ -39,6 +40,8 @@ def summary(record: StepRecord, looks: Looks) -> tuple[Flag, Numerics]:
         loss_line=looks.loss_line,
         loss_backward=looks.loss_backward,
         forward=tuple(looks.forward),
+        model=looks.model,
+        called_at=None if looks.called is None else location(*looks.called),
         output_finite=looks.output_finite,
         inputs=tuple(looks.inputs),
         entry=looks.entry,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,9 @@ from ddpdebug.schema.details import (
 )
 from ddpdebug.schema.row import Flag
 
+#: So long a finding waits for what a replay finds; later it is added.
+_PATIENCE_SECONDS = 5.0
+
 
 @dataclass(slots=True)
 class Looks(Part, key="probe:numerics-forward"):
@@ -31,6 +35,8 @@ class Looks(Part, key="probe:numerics-forward"):
     inputs: list[BadInput] = field(default_factory=list)
     module: Any = None  # weak reference to the module whose forward ran last
     prefix: str = ""  # of its modules' paths
+    model: str | None = None  # its class
+    called: tuple[str, int] | None = None  # file and line that called it
     outputs: list[Any] = field(default_factory=list)  # weak references to what it returned
     output_finite: bool | None = None
     entry: EntryGradient | None = None
@@ -57,11 +63,29 @@ class Looks(Part, key="probe:numerics-forward"):
         self.later_entries.clear()
 
 
+class Replaying:
+    """What running a bad step once more has found; written by the thread that waits for it, once."""
+
+    def __init__(self, found: Mapping[str, Any] | None = None) -> None:
+        self.found = found
+        self._until = time.monotonic() + _PATIENCE_SECONDS
+
+    @property
+    def awaited(self) -> bool:
+        """Tell whether what is told of the step waits for it."""
+        return self.found is None and time.monotonic() < self._until
+
+    def told(self) -> Mapping[str, Any]:
+        """Return what is known now."""
+        return self.found or {"complete": False, "reason": "it was not over yet"}
+
+
 @dataclass(slots=True)
 class Judgement(Part, key="probe:numerics"):
     """What follows for the step."""
 
     detail: Numerics = field(default_factory=Numerics)
+    replaying: Replaying | None = None
     later: Callable[[], Flag] | None = None  # completes it with what was still on a device
     certain: bool = False  # the flags about gradients are: a norm that overflowed was confirmed or cleared
 

@@ -39,7 +39,8 @@ class StepVeto:
     def keeps_from(self, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord) -> bool:
         """Skip the step if it is bad on any rank; return True when the run has to end instead."""
         shared = bool(record.flags & Flag.GRADS_NONFINITE)
-        own = bool(record.flags & (_BAD | Flag.LOSS_NONFINITE)) or record.since.parts[Looks].loss is not None
+        own = bool(record.flags & (_BAD | Flag.LOSS_NONFINITE))
+        own = own or (watch.on_cpu and record.since.parts[Looks].loss is not None)  # of a device any loss is noted
         handled = bool(record.flags & Flag.SKIPPED)  # by the gradient scaler, inside the optimizer
         ballot = Ballot(
             optimizer=watch.index,

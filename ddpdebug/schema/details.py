@@ -297,6 +297,8 @@ class Numerics(Detail):
     loss_line: str | None = None  # location of a finite loss whose gradient is not finite
     loss_backward: LossBackward | None = None
     forward: tuple[ModuleCall, ...] = ()
+    model: str | None = None  # the class of the model whose forward ran last
+    called_at: str | None = None  # location of the call of that forward
     output_finite: bool | None = None  # of the model; None: it was not looked at
     inputs: tuple[BadInput, ...] = ()
     entry: EntryGradient | None = None

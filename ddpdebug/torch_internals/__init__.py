@@ -83,12 +83,8 @@ from ddpdebug.torch_internals.names import (
 from ddpdebug.torch_internals.replaying import (
     OperationMode as OperationMode,
     buffers_of as buffers_of,
-    call_own_hooks_only as call_own_hooks_only,
-    calls_plainly as calls_plainly,
     clones as clones,
     drop_global_hooks as drop_global_hooks,
-    global_hooks as global_hooks,
-    hook_tables as hook_tables,
     is_compiled as is_compiled,
     is_parallel as is_parallel,
     is_sink as is_sink,
@@ -96,10 +92,10 @@ from ddpdebug.torch_internals.replaying import (
     next_sequence as next_sequence,
     own_buffers as own_buffers,
     own_parameters as own_parameters,
-    replace_call as replace_call,
     saved_of as saved_of,
     sequence_of as sequence_of,
     syncs_statistics as syncs_statistics,
+    use_one_thread as use_one_thread,
 )
 from ddpdebug.torch_internals.trees import (
     buffers as buffers,

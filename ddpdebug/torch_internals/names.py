@@ -272,16 +272,7 @@ PARAMETERS, BUFFERS, MODULES = (
 _LOSSES = Feature("loss modules", "validation losses of `torch.nn`'s loss modules are not seen")
 loss_module: Any = thing("torch.nn.modules.loss._Loss", _LOSSES, otherwise=None)
 
-_HOOKS = Feature("hooks of modules", "a replay cannot keep hooks of yours apart from its own")
-#: The tables of hooks that a call of a module runs, and those that say how.
-HOOKS = tuple(
-    key(f"{_MODULE}.{name}", _HOOKS, stored_by=f"{_MODULE}.__init__")
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-)
-HOOK_MARKS = tuple(
-    key(f"{_MODULE}.{name}", _HOOKS, stored_by=f"{_MODULE}.__init__")
-    for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-)
+_HOOKS = Feature("hooks of modules", "hooks for all modules that were left in place are not taken away")
 GLOBAL_HOOKS = tuple(
     key(f"torch.nn.modules.module.{name}", _HOOKS)
     for name in (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.names import inherits
 
-#: The parts of a module that running its forward may change, its own attributes aside.
-_TABLES = (names.PARAMETERS, names.BUFFERS, names.MODULES, *names.HOOKS, *names.HOOK_MARKS)
+#: The tables of a module in which its tensors are.
+_TABLES = (names.PARAMETERS, names.BUFFERS)
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -80,7 +82,7 @@ def saved_of(node: Any) -> dict[str, Any]:
 
 
 def module_tables(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the dictionaries that make up a module: parameters, buffers, submodules, hooks."""
+    """Return the dictionaries that hold a module's parameters and buffers."""
     return {name: module.__dict__[name] for name in _TABLES if name in module.__dict__}
 
 
@@ -89,65 +91,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, names.ORIGINAL) or getattr(module, names.COMPILED_CALL, None) is not None
 
 
-def hook_tables(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
-    """Return the tables of the hooks that a call of this module runs, by name."""
-    return {name: module.__dict__[name] for name in names.HOOKS if module.__dict__.get(name) is not None}
+def use_one_thread() -> None:
+    """Have this thread compute alone in a copy of a process, where the other threads that it used are missing.
 
-
-def call_own_hooks_only(module: torch.nn.Module) -> None:
-    """Have a copy of a module run with the forward hooks that it has itself, not with those of all modules.
-
-    torch looks the implementation of a call up on the instance, so that nobody else's calls change.
+    `torch.set_num_threads` would end its pool of threads, and wait for those that are not there.
     """
-    with_kwargs, always, before_with_kwargs = [module.__dict__.get(name, {}) for name in names.HOOK_MARKS]
-    after, before = [module.__dict__.get(name, {}) for name in names.HOOKS[:2]]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for key, hook in tuple(before.items()):
-            changed: Any = hook(module, args, kwargs) if key in before_with_kwargs else hook(module, args)
-            if changed is not None and key in before_with_kwargs:
-                args, kwargs = changed
-            elif changed is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-        hooks = tuple(after.items())
-        try:
-            output = module.forward(*args, **kwargs)
-        except Exception:
-            for key, hook in hooks:
-                if key in always:
-                    hook(module, args, None)
-            raise
-        for key, hook in hooks:
-            changed = hook(module, args, kwargs, output) if key in with_kwargs else hook(module, args, output)
-            output = output if changed is None else changed
-        return output
-
-    replace_call(module, call)
-
-
-def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Replace what a call of one module runs, hooks included; its class stays what it is."""
-    module.__dict__[names.COMPILED_CALL] = None
-    module.__dict__[names.CALLS[0]] = call
-
-
-def calls_plainly(kind: type[torch.nn.Module]) -> bool:
-    """Tell whether a call of a class of modules goes through torch's own implementation, which can be replaced."""
-    own: Any = torch.nn.Module
-    if getattr(kind, names.CALLS[0], None) is not getattr(own, names.CALLS[0], own):
-        return False
-    module = object.__new__(own)
-    replace_call(module, lambda: True)
-    try:
-        return module() is True
-    except (AttributeError, TypeError):  # this torch calls in another way
-        return False
-
-
-def global_hooks() -> list[Any]:
-    """Return the hooks that are registered for all modules."""
-    owner: Any = torch.nn.modules.module
-    return [hook for name in names.GLOBAL_HOOKS for hook in getattr(owner, name, {}).values()]
+    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        with suppress(OSError, AttributeError):
+            getattr(ctypes.PyDLL("libtorch_cpu.so"), name)(1)
 
 
 def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:

@@ -827,3 +827,38 @@ def test_who_judges_next_goes_on_from_what_was_told() -> None:
     fourth = Diagnosis(world=4)  # of those that were named before some have left
     fourth.adopt([replace(finding, ranks=(*ranks, 3), phase="load", location="other.py:1") for finding, _ in told])
     assert {(f.id, new) for f, new in run(later, with_edit, fourth)[0]} == {("RANK101-1", False)}
+
+
+def test_what_becomes_known_later_words_a_finding_anew() -> None:
+    """A detail that comes after its step was judged changes what was found there, and is told as the same finding."""
+    diagnosis = Diagnosis(world=2)
+    loss = {"value": float("nan"), "micro_batch": 0, "backward": "train.py:60", "expression": "train.py:58"}
+    seen = {"output_finite": False, "loss": loss, "called_at": "train.py:57", "model": "Net"}
+    early = {**seen, "replay": {"complete": False, "reason": "it was not over yet"}}
+    late = {**seen, "replay": {"complete": True, "op": "aten.log.default", "module": "gate", "location": "net.py:9"}}
+    (request,) = diagnosis.feed(step_at(7, world=2, odd={1: {"flags": Flag.LOSS_NONFINITE}}))
+    answer(diagnosis, 0, 0, 7, request.kind, {})
+    answer(diagnosis, 1, 0, 7, request.kind, early)
+    ((found, new),) = diagnosis.tick()
+    assert (found.code, found.subject, found.location, new) == ("NUM301", ("(model)",), "train.py:57", True)
+    assert found.evidence["replay"] == "it was not over yet"
+    diagnosis.feed(step_at(8, world=2))
+    assert diagnosis.tick() == []
+    answer(diagnosis, 1, 0, 7, request.kind, late)
+    ((again, new),) = diagnosis.tick()
+    assert (again.id, again.subject, again.location, new) == (found.id, ("gate", "(model)"), "net.py:9", False)
+    assert again.evidence["operation"] == "aten.log.default"
+    assert "replay" not in again.evidence
+    answer(diagnosis, 1, 0, 7, "gradients", gradients(2)[1])  # of which nobody learns anything
+    assert diagnosis.tick() == []
+
+
+def test_a_loss_whose_model_was_not_looked_at() -> None:
+    """The title says what is known, and the line that calls the model is given where nothing better is."""
+    diagnosis = Diagnosis(world=1)
+    (request,) = diagnosis.feed(step_at(7, world=1, odd={0: {"flags": Flag.LOSS_NONFINITE}}))
+    answer(diagnosis, 0, 0, 7, request.kind, {"called_at": "train.py:57", "model": "Net"})
+    ((found, _),) = diagnosis.tick()
+    assert (found.code, found.location, found.evidence["model"]) == ("NUM302", "train.py:57", "Net")
+    assert "finite, the loss is not" not in found.title
+    assert "not looked at" in str(found.evidence["observed"])

@@ -20,6 +20,7 @@ from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE, Bun
 from ddpdebug.forensics.replay.bundle_reading import read_bundle
 from ddpdebug.forensics.replay.investigator import investigate
 from ddpdebug.forensics.replay.replay import replay
+from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.forward_capture import ForwardCaptures
 
@@ -138,10 +139,19 @@ def test_limit(tmp_path: Path, limit: int, left: set[str], usable: bool) -> None
             read_bundle(path)
 
 
+def _investigate(captures: ForwardCaptures, **options: Any) -> dict[str, Any]:
+    """Return what comes of an investigation, in the end."""
+    found: list[dict[str, Any]] = []
+    children = Children(GUARD)
+    investigate(captures, found.append, children, **options)
+    children.finish(60)
+    return found[0]
+
+
 def test_previous_inputs(tmp_path: Path) -> None:
     """The batch of the step before is in the bundle too."""
     model, captures = _run(steps=2)
-    found = investigate(captures, step=1, rank=0, directory=tmp_path, code="NUM303", facts={"finding": {"a": 1}})
+    found = _investigate(captures, step=1, rank=0, directory=tmp_path, code="NUM303", facts={"finding": {"a": 1}})
     path = tmp_path / "bundles" / "NUM303-step1-rank0"
     assert found["bundle"] == str(path)
     document = json.loads((path / JSON_FILE).read_text())
@@ -156,7 +166,7 @@ def test_previous_inputs(tmp_path: Path) -> None:
 def test_place_of_other_ranks(tmp_path: Path) -> None:
     """Ranks other than 0 write below their own folder, no bundle replaces another, and there are few."""
     model, captures = _run()
-    paths = [investigate(captures, step=0, rank=3, directory=tmp_path)["bundle"] for _ in range(5)]
+    paths = [_investigate(captures, step=0, rank=3, directory=tmp_path)["bundle"] for _ in range(5)]
     folder = tmp_path / "ranks" / "3" / "bundles"
     assert paths[:2] == [str(folder / "NUM303-step0-rank3"), str(folder / "NUM303-step0-rank3-2")]
     assert paths[4] is None
@@ -174,7 +184,7 @@ def test_micro_batch(tmp_path: Path) -> None:
         output = model(x)
         captures.end(model, output)
         output.sum().backward()
-    found = investigate(captures, step=0, rank=0)
+    found = _investigate(captures, step=0, rank=0)
     assert (found["micro_batch"], found["kind"], found["name"]) == (9, "input", "args[0]")
     assert (found["op"], found["location"]) == (None, None)
     assert "3 of the step's first micro-batches were not kept" in found["notes"]
@@ -196,13 +206,13 @@ def test_code(tmp_path: Path, change: Any, code: str) -> None:
         change(model, x)
     captures.begin(model, (x,), {}, 2)
     captures.end(model, model(x))
-    found = investigate(captures, step=2, rank=0, directory=tmp_path)
+    found = _investigate(captures, step=2, rank=0, directory=tmp_path)
     assert Path(found["bundle"]).name == f"{code}-step2-rank0"
 
 
 def test_nothing_kept() -> None:
     """Without a forward there is a reason instead of a result."""
-    assert investigate(ForwardCaptures(GUARD), step=0, rank=0)["reason"] == "no forward of this step was kept"
+    assert _investigate(ForwardCaptures(GUARD), step=0, rank=0)["reason"] == "no forward of this step was kept"
 
 
 def test_disk_full(tmp_path: Path) -> None:
@@ -211,7 +221,7 @@ def test_disk_full(tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, old[1]))
     try:
-        found = investigate(captures, step=0, rank=0, directory=tmp_path)
+        found = _investigate(captures, step=0, rank=0, directory=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert found["bundle"] is None
@@ -236,7 +246,7 @@ def test_unwritable_directory(tmp_path: Path) -> None:
     """A run directory that is a file is a reason, too."""
     (tmp_path / "bundles").write_text("")
     model, captures = _run()
-    assert investigate(captures, step=0, rank=0, directory=tmp_path)["bundle"] is None
+    assert _investigate(captures, step=0, rank=0, directory=tmp_path)["bundle"] is None
     assert model is not None
 
 

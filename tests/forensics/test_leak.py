@@ -13,9 +13,10 @@ from ddpdebug.detectors.rcp.rcp821_target_leak import TargetLeak
 from ddpdebug.forensics import target_leak as leak
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.forensics.target_leak import Leaks, look, relation
+from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
-from ddpdebug.schema.announcements import TokenChange
+from ddpdebug.schema.announcements import Announcement, TokenChange
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -176,56 +177,47 @@ def test_a_part_that_is_spread_over_ranks_is_not_run() -> None:
     assert "head is a module of DTensors" in str(replay(capture).reason)
 
 
-def test_nothing_is_left_behind() -> None:
-    """Random state, modes, buffers, hooks and gradients are what they were, also when the model raises."""
-    model = Model(everywhere)
-    capture, target = capture_of(model, text()), text()[:, 1:].flatten()
-    model(text()).sum().backward()
-    known = relation(capture, target, -100)
-    assert known is not None
+def _nothing(announcement: Announcement, number: int | None = None) -> None:
+    del announcement, number
 
-    def state() -> list[Any]:
-        tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters()), torch.get_rng_state()]
-        return [t.clone() for t in tensors if t is not None]
 
-    before = state()
-    for fails in (False, True):
-        if fails:
-            model.mixer.mix = lambda x: x[99]
-        assert (look(capture, known) is None) is fails
-        assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-        assert all(m.training and not m._forward_hooks for m in model.modules())
+def _asking() -> tuple[list[TokenChange], Callable[..., None]]:
+    """Return what is announced, and what takes a loss and waits for what comes of it."""
+    told: list[TokenChange] = []
+    children = Children(GUARD)
+    leaks = Leaks(children, GUARD, lambda fact, number=None: told.append(fact))
+
+    def ask(capture: ForwardCapture, target: Tensor, reader: Any, step: int) -> None:
+        leaks.loss(capture, target, -100, reader)
+        leaks.work(step)
+        children.finish(60)
+
+    return told, ask
 
 
 def test_a_model_is_asked_once_and_when_its_loss_is_low() -> None:
     """Above a tenth of the first loss nothing is asked, and after that never again."""
-    quiet: list[bool] = []
-    leaks, model = Leaks(quiet.append), Model(everywhere)
-    found = []
+    told, ask = _asking()
+    model = Model(everywhere)
     for step, loss in enumerate((3.0, 2.0, 0.31, 0.29, 0.2, 0.1, 0.1)):
         capture = capture_of(model, text())
         capture.step = step
-        leaks.loss(capture, text()[:, 1:].flatten(), -100, lambda loss=loss: lambda: loss)
-        found.append(leaks.work())
-    assert [step for step, told in enumerate(found) if told] == [4]  # a step later than the loss of 0.29
-    assert found[4] is not None
-    assert found[4].loss == 0.29
-    assert quiet == [True, False]
+        ask(capture, text()[:, 1:].flatten(), lambda loss=loss: lambda: loss, step)
+    assert [(fact.step, fact.loss) for fact in told] == [(4, 0.29)]  # a step later than the loss of 0.29
 
 
 @pytest.mark.parametrize("moved, asked", [(False, [False] * 4 + [True, False, False]), (True, [False] * 7)])
 def test_targets_that_were_not_moved_are_asked_about_early(moved: bool, asked: list[bool]) -> None:
     """In the fifth step, however high the loss is; two steps must have shown them."""
-    leaks, model = Leaks(lambda _: None), Model(causal)
-    found = []
+    told, ask = _asking()
+    model = Model(causal)
     for step in range(7):
         capture = capture_of(model, text())
         capture.step = step
         target = text()[:, 1:].flatten() if moved else text().flatten()
-        leaks.loss(capture, target, -100, lambda: lambda: 3.0)
-        found.append(leaks.work())
-    assert [told is not None for told in found] == asked
-    for fact in filter(None, found):
+        ask(capture, target, lambda: lambda: 3.0, step)
+    assert [step in {fact.step for fact in told} for step in range(7)] == asked
+    for fact in told:
         assert fact.targets == "same"
         assert fact.location is not None
         assert TargetLeak().judge(fact) is not None
@@ -235,7 +227,7 @@ def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss before is read once the device has come so far; what comes meanwhile is left out."""
     done, read = [False], []
     monkeypatch.setattr(leak, "_arrival", lambda _: lambda: done[0])
-    leaks, model = Leaks(lambda _: None), Model(everywhere)
+    leaks, model = Leaks(None, GUARD, _nothing), Model(everywhere)
     for step, arrives in enumerate((False, False, True, False, True)):
         done[0] = arrives
         capture = capture_of(model, text())
@@ -256,9 +248,10 @@ def test_of_a_large_vocabulary_a_part_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_whose_loss_was_never_high() -> None:
     """A loss that begins low says nothing by being low."""
-    leaks, model = Leaks(lambda _: None), Model(everywhere)
+    told, ask = _asking()
+    model = Model(everywhere)
     for step in range(4):
         capture = capture_of(model, text())
         capture.step = step
-        leaks.loss(capture, text()[:, 1:].flatten(), -100, lambda step=step: lambda: 0.001 if step else 0.4)
-        assert leaks.work() is None
+        ask(capture, text()[:, 1:].flatten(), lambda step=step: lambda: 0.001 if step else 0.4, step)
+    assert told == []

@@ -412,6 +412,7 @@ _GROUPS = {
     "subclass": "Tensor subclasses",
     "module": "Modules",
     "compile": "Compiled models",
+    "replay": "Forwards that have made a NaN",
     "optimizer": "Optimizers",
     "warning": "Warnings",
     "memory": "Memory",

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.forensics.replay.investigator import investigate
 from ddpdebug.instrument.probes import Probes
+from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import leaves
 from ddpdebug.probes.forward_capture import MAX_CAPTURES, ForwardCaptures
@@ -213,7 +214,11 @@ def test_in_place_under_ddp(watched: Watched, reentrant: bool, find_unused: bool
             ddp(x).sum().backward()
             if look:
                 backwards = watched.probes.state.backwards
-                found = investigate(watched.probes.captures, step=step, rank=0, directory=tmp_path, guard=watched.guard)
+                children, told = Children(watched.guard), list[dict[str, Any]]()
+                place = {"step": step, "rank": 0, "directory": tmp_path, "guard": watched.guard}
+                investigate(watched.probes.captures, told.append, children, **place)
+                children.finish(60)
+                (found,) = told
                 assert watched.probes.state.backwards == backwards
                 assert found["complete"], found
                 assert found["reproduced"] == (step > 0)

@@ -25,7 +25,7 @@ from ddpdebug.probes.loop_calls import Losses
 from ddpdebug.probes.loss_line import line_of_loss
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete
-from ddpdebug.probes.nonfinite_notes import Judgement, Looks
+from ddpdebug.probes.nonfinite_notes import Judgement, Looks, Replaying
 from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NonfiniteMade
@@ -499,8 +499,7 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
         capture = monitor.probes.captures.newest(looks.module())
         seen.append((record.step, finite, tuple(capture.args[0].shape)))
         answer = {"op": "aten.log.default", "location": "train.py:12", "module": "body"}
-        judgement = record.parts[Judgement]
-        judgement.detail = replace(judgement.detail, replay=answer)
+        record.parts[Judgement].replaying = Replaying(answer)
 
     monitor.probes.bus.on("forensics:mine", NonfiniteMade, replay)
     train(model, optimizer, bad="forward")

@@ -36,6 +36,9 @@ class NonfiniteRule(ChainRule):
     wants: ClassVar[tuple[str, ...]] = ("numerics",)
     group = "nonfinite"
     by_kind = True
+    learns = True
+    #: It is about what the model or its loss has made: where nothing better is known, the line that calls the model.
+    of_call: ClassVar[bool] = False
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         if self.config.get("guard") == "off" or step.any(Flag.SKIPPED):
@@ -44,20 +47,30 @@ class NonfiniteRule(ChainRule):
             return {rank: 2 if row.flags & _OWN else bool(row.flags & BAD) for rank, row in step.rows.items()}
         return {} if step.all(Flag.CHECKED) else None
 
+    def learned(self, step: Step) -> Finding | None:
+        verdict = self._known(type(self), step)
+        return None if verdict is None else self.word(step, verdict)
+
     def word(self, step: Step, verdict: Verdict) -> Finding:
         known = known_of(step)
         replay = next((r for rank in verdict.ranks if (r := known.get(rank, NOTHING).replay)), None)
         verdict = self.replayed(verdict, replay) if replay else verdict
+        told = next((known[rank] for rank in verdict.ranks if rank in known and known[rank].called_at), NOTHING)
+        location = verdict.location
+        if self.of_call:
+            location = location or told.called_at
+            verdict = replace(verdict, evidence={**verdict.evidence, "model": told.model, "called_at": told.called_at})
         prose = runbook(type(self))
         return self.finding(
             step,
+            title=verdict.title or self.title,
             causes=fitting_first(prose["causes"], verdict.evidence),
             actions=fitting_first(prose["remedy"], verdict.evidence),
             step=step.step if verdict.step is None else verdict.step,
             ranks=verdict.ranks,
             subject=verdict.subject[:MAX_NAMES],
             phase=verdict.phase,
-            location=verdict.location,
+            location=location,
             evidence={name: value for name, value in verdict.evidence.items() if value not in (None, [], {})},
         )
 

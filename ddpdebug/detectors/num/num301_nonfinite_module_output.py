@@ -29,6 +29,7 @@ _CALLS = [call(), call("blocks.1", 4), call("head", 9, input_nonfinite=True)]
 _SEEN = {1: seen(loss=_LOSS, forward=_CALLS, output_finite=False)}
 _ODD: dict[int, Any] = {1: {"flags": Flag.LOSS_NONFINITE | Flag.FORWARD_NONFINITE}}
 _MASK = call("scores", kinds=["-Inf"])
+_REPLAY = {"complete": True, "op": "aten.exp.default", "phase": "forward", "module": "body.1", "location": "net.py:9"}
 
 
 class NonfiniteModuleOutput(ReplayedRule):
@@ -60,12 +61,14 @@ class NonfiniteModuleOutput(ReplayedRule):
     """
 
     code = "NUM301"
+    of_call = True
     title = "a module's output is the first non-finite tensor of the forward"
     after = NonfiniteInput
     fires_on = Examples(
         lambda: step_at(7, odd=_ODD, numerics=_SEEN),
         lambda: step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=False, checked=False)}),
         lambda: step_at(0, world=1, odd={0: _ODD[1]}, numerics={0: _SEEN[1]}),
+        lambda: step_at(7, odd=_ODD, numerics={1: seen(loss=_LOSS, output_finite=None, replay=_REPLAY)}),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -81,7 +84,7 @@ class NonfiniteModuleOutput(ReplayedRule):
         def guilty(rank: int, told: Numerics) -> bool:
             made = first_call(told)
             if has(step, rank, Flag.LOSS_NONFINITE):
-                return made is not None or told.output_finite is False
+                return made is not None or told.output_finite is False or _is_replayed(told)
             # what was masked on its way to the loss comes back in backward
             alone = step.any(Flag.NO_DDP) or len(step.rows) == 1
             lost = has(step, rank, Flag.LOCAL_GRADS_NONFINITE | (Flag.GRADS_NONFINITE if alone else Flag(0)))
@@ -93,7 +96,9 @@ class NonfiniteModuleOutput(ReplayedRule):
         calls = {rank: call for rank in ranks if (call := first_call(known[rank])) is not None}
         if not calls:
             line = of_loss(known, ranks)
-            evidence = {"observed": "what the model returned is non-finite; its modules were not looked at", **line}
+            looked = all(known[rank].checked for rank in ranks)
+            others = "nothing that the modules in it returned is" if looked else "its modules were not looked at"
+            evidence = {"observed": f"what the model returned is non-finite; {others}", **line}
             return Verdict(ranks=ranks, subject=(ROOT,), phase="forward", evidence=evidence)
         earliest = min((call.micro_batch, call.order) for call in calls.values())
         first = tuple(rank for rank, call in calls.items() if (call.micro_batch, call.order) == earliest)
@@ -104,3 +109,9 @@ class NonfiniteModuleOutput(ReplayedRule):
         if not step.any(Flag.LOSS_NONFINITE):
             evidence["loss"] = "finite: it was masked on the way, and came back in backward"
         return Verdict(ranks=first, subject=names, phase="forward", evidence=evidence)
+
+
+def _is_replayed(told: Numerics) -> bool:
+    """Tell whether the model's outputs were not looked at, and a replay says that its forward has made it."""
+    replay = told.replay or {}
+    return told.output_finite is None and replay.get("phase") == "forward" and bool(replay.get("op"))

@@ -7,7 +7,18 @@ from typing import Any
 
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Examples, Step, Verdict
-from ddpdebug.detectors.num.nonfinite import NOTHING, NonfiniteRule, has, known_of, of_loss, operation, ranks_with, seen
+from ddpdebug.detectors.num.nonfinite import (
+    NOTHING,
+    NonfiniteRule,
+    Replay,
+    ReplayedRule,
+    has,
+    known_of,
+    of_loss,
+    operation,
+    ranks_with,
+    seen,
+)
 from ddpdebug.detectors.num.num301_nonfinite_module_output import NonfiniteModuleOutput
 from ddpdebug.schema.details import LossBackward, NonfiniteLoss as Loss, Numerics
 from ddpdebug.schema.row import Flag
@@ -19,8 +30,11 @@ _ROOT = {"operation": "SqrtBackward0", "value": "nan", "operands": [], "location
 _ENTRY = {"finite": False, "range": [-math.inf, 0.0]}
 
 
-class NonfiniteLoss(NonfiniteRule):
+class NonfiniteLoss(ReplayedRule):
     """The nan or inf arises between the model's output, which is finite, and the number on which backward is called.
+
+    Where the model's outputs were not looked at, because the step was not checked in full, the title says so: then the
+    model may have made it as well.
 
     Phase `loss`: the loss itself is non-finite. Phase `loss-backward`: the loss is finite, and the gradient that it
     gives to the model's output is not.
@@ -52,6 +66,7 @@ class NonfiniteLoss(NonfiniteRule):
     """
 
     code = "NUM302"
+    of_call = True
     title = "the model's outputs are finite, the loss is not"
     after = NonfiniteModuleOutput
     fires_on = Examples(
@@ -67,13 +82,20 @@ class NonfiniteLoss(NonfiniteRule):
         lambda: step_at(7, odd=_BACKWARD, numerics={1: seen(local=["head.weight"])}),
     )
 
+    def replayed(self, verdict: Verdict, replay: Replay) -> Verdict:
+        if verdict.title is None:  # the model has made finite numbers, and the loss expression is known better
+            return NonfiniteRule.replayed(self, verdict, replay)
+        return super().replayed(verdict, replay)
+
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
         known = known_of(step)
         ranks = step.ranks_with(Flag.LOSS_NONFINITE)
         phase, evidence = "loss", of_loss(known, ranks)
+        title = None
         if ranks and not any(known.get(rank, NOTHING).output_finite for rank in ranks):
-            evidence["observed"] = "the loss is non-finite; what came before it was not looked at in this step"
+            title = "the loss is non-finite: the model has made it, or the loss expression"
+            evidence["observed"] = "the model's outputs were not looked at in this step; --every-step looks at all"
         told = [known[rank] for rank in ranks if rank in known]
         made: list[Loss | LossBackward] = [own.loss for own in told if own.loss]
         lines = [own.loss.expression for own in told if own.loss]
@@ -95,7 +117,9 @@ class NonfiniteLoss(NonfiniteRule):
         whole = next(filter(None, lines), None)
         how = evidence.pop("line_found")
         evidence |= {"loss_at": whole if line and whole != line else None, "line_found": how}
-        return Verdict(ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence)
+        return Verdict(
+            ranks=ranks, subject=("loss",), phase=phase, location=line or whole, evidence=evidence, title=title
+        )
 
 
 def _is_spoilt_by_loss(told: Numerics) -> bool:

@@ -43,6 +43,7 @@ class NonfiniteLocalGradient(ReplayedRule):
     """
 
     code = "NUM303"
+    of_call = True
     title = "the loss is finite, a rank's own gradient is not"
     after = NonfiniteLoss
     fires_on = Examples(

@@ -13,9 +13,10 @@ import json
 import math
 import os
 import platform
+import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,21 +47,20 @@ class BundleError(Exception):
     """A bundle could not be written; the text says why."""
 
 
-def write_bundle(  # noqa: PLR0913 - what a bundle is made of
-    parent: Path,
-    name: str,
-    capture: ForwardCapture,
-    facts: Mapping[str, Any],
-    *,
-    limit: int = LIMIT,
-    previous: ForwardCapture | None = None,
-    redactor: Redactor | None = None,
-    disk: Disk | None = None,
-) -> Path:
-    """Write the bundle of a forward into a new directory below `parent`; return it.
+def write_bundle(parent: Path, name: str, capture: ForwardCapture, facts: Mapping[str, Any], **options: Any) -> Path:
+    """Write the bundle of a forward into a new directory below `parent`, and return it; see `UnnamedBundle`.
+
+    Raises:
+        BundleError: with the reason; nothing is left behind.
+    """
+    return UnnamedBundle(parent, capture, **options).publish(name, facts)
+
+
+class UnnamedBundle:
+    """A bundle whose numbers are written, under another name than it will have: what was found comes later.
 
     Args:
-        facts: what else to write down: code, step, rank, finding, replay, scaler, command. JSON values.
+        parent: the directory of the bundles.
         limit: bytes; what does not fit is left out, and the bundle says so.
         previous: the forward of the step before, whose inputs were good.
         redactor: hides what is secret in all but the forward's arguments, which must stay what they are.
@@ -69,33 +69,65 @@ def write_bundle(  # noqa: PLR0913 - what a bundle is made of
     Raises:
         BundleError: with the reason; nothing is left behind.
     """
-    module = capture.module()
-    if module is None:
-        raise BundleError("the model is gone")
-    content = _Content(limit)
-    document = content.describe(internals.unwrap_compiled(module), capture, previous)
-    clean = (redactor or Redactor()).value
-    document = {**clean(_origin(internals.unwrap_compiled(module))), **document, **clean(strict(facts))}
-    temporary = parent / f".{name}.{os.getpid()}.partial"
-    disk = disk or Disk()
-    try:
-        text = json.dumps(strict(document), allow_nan=False, indent=1).encode()
-        reason = disk.refusal(parent, content.size + len(text) + _JSON_ROOM, "bundles")
-        if reason is not None:
-            raise BundleError(reason)
-        disk.make_directory(parent, below=parent.parent)
-        disk.make_directory(temporary)
-        document["tensor_bytes"] = write_tensors(temporary / TENSOR_FILE, content.tensors, disk)
-        text = json.dumps(strict(document), allow_nan=False, indent=1).encode()
-        disk.write(temporary / JSON_FILE, text)
-        return _publish(temporary, parent, name)
-    except NoRoomError as error:
-        raise BundleError(error.reason) from None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise BundleError(f"{type(error).__name__}: {error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary)
+
+    def __init__(
+        self,
+        parent: Path,
+        capture: ForwardCapture,
+        *,
+        limit: int = LIMIT,
+        previous: ForwardCapture | None = None,
+        redactor: Redactor | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        module = capture.module()
+        if module is None:
+            raise BundleError("the model is gone")
+        self._parent, self._disk = parent, disk or Disk()
+        self._clean = (redactor or Redactor()).value
+        self._temporary = parent / f".{secrets.token_hex(4)}.{os.getpid()}.partial"
+        content = _Content(limit)
+        described = content.describe(internals.unwrap_compiled(module), capture, previous)
+        self._document = {**self._clean(_origin(internals.unwrap_compiled(module))), **described}
+        with self._complete_or_gone():
+            text = json.dumps(strict(self._document), allow_nan=False, indent=1).encode()
+            reason = self._disk.refusal(parent, content.size + len(text) + _JSON_ROOM, "bundles")
+            if reason is not None:
+                raise BundleError(reason)
+            self._disk.make_directory(parent, below=parent.parent)
+            self._disk.make_directory(self._temporary)
+            size = write_tensors(self._temporary / TENSOR_FILE, content.tensors, self._disk)
+            self._document["tensor_bytes"] = size
+
+    def publish(self, name: str, facts: Mapping[str, Any]) -> Path:
+        """Give it its name; return where it is.
+
+        Args:
+            facts: what else to write down: code, step, rank, finding, replay, scaler, command. JSON values.
+
+        Raises:
+            BundleError: with the reason; nothing is left behind.
+        """
+        with self._complete_or_gone():
+            document = {**self._document, **self._clean(strict(facts))}
+            self._disk.write(
+                self._temporary / JSON_FILE, json.dumps(strict(document), allow_nan=False, indent=1).encode()
+            )
+            return _publish(self._temporary, self._parent, name)
+
+    @contextlib.contextmanager
+    def _complete_or_gone(self) -> Iterator[None]:
+        try:
+            try:
+                yield
+            except NoRoomError as error:
+                raise BundleError(error.reason) from None
+            except (OSError, ValueError, RuntimeError) as error:
+                raise BundleError(f"{type(error).__name__}: {error}") from None
+        except BaseException:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._temporary)
+            raise
 
 
 def _publish(temporary: Path, parent: Path, name: str) -> Path:

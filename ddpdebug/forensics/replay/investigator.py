@@ -1,4 +1,9 @@
-"""Investigates a step in which this rank has made something non-finite: replays it, and writes the bundle."""
+"""Investigates a step in which this rank has made something non-finite: has it run again beside, and writes the bundle.
+
+The numbers of the bundle are written at once, before the optimizer changes the parameters. The forward runs once more
+in a disposable copy of the process (see `isolation/child.py`), which the training thread does not wait for; what it
+finds comes later, in a thread.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,20 @@ from typing import Any
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss.loss_source import place_of
 from ddpdebug.forensics.memory.oom import checkpoint_bytes
-from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, write_bundle
+from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, UnnamedBundle
 from ddpdebug.forensics.replay.replay import SECONDS, Trace, replay
 from ddpdebug.forensics.replay.stack_lines import line_of
+from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, shorten, user_frame
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loop_calls import Losses
-from ddpdebug.probes.nonfinite_notes import Judgement, Looks
+from ddpdebug.probes.nonfinite_notes import Judgement, Looks, Replaying
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, LossExamined, NonfiniteMade
@@ -36,10 +43,14 @@ _MAX_BUNDLES = 4
 _MAX_OPERANDS = 3
 _MAX_CALLS = 6
 _MAX_PLACES = 64
+#: The copy ends by itself after `SECONDS`, where an operation comes to its end.
+_MORE_SECONDS = 2.0
 
 
 def investigate(  # noqa: PLR0913 - what a finding is known by
     captures: ForwardCaptures,
+    take: Callable[[dict[str, Any]], object],
+    children: Children | None,
     *,
     step: int,
     rank: int,
@@ -51,38 +62,62 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     guard: Guard | None = None,
     redactor: Redactor | None = None,
     disk: Disk | None = None,
-) -> dict[str, Any]:
-    """Replay the forwards of a step until one shows the fault; return a small JSON value about the first culprit.
+) -> None:
+    """Have the forwards of a step run again until one shows the fault.
 
     Called on the training thread, before the optimizer changes the parameters. Never raises.
 
     Args:
+        take: called once with a small JSON value about the first culprit: now, or later in another thread.
+        children: copies of the process for it; None runs nothing again.
         directory: the run directory; None writes no bundle, and neither does a limit of 0 bytes.
         code: of the finding, if it is known by now; it names the bundle. None takes what the replay suggests.
         facts: goes into the bundle (finding, scaler, command).
     """
     kept = captures.of_step(step) or list(captures.current)
     if not kept:
-        return {"complete": False, "reason": "no forward of this step was kept"}
-    deadline = time.monotonic() + seconds
-    trace, capture = _first_bad(kept, deadline, guard)
-    found = compact(trace)
-    if len(kept) > 1:
-        found["micro_batch"] = capture.number
-    if captures.dropped:
-        found["notes"] = [*found["notes"], f"{captures.dropped} of the step's first micro-batches were not kept"]
+        take({"complete": False, "reason": "no forward of this step was kept"})
+        return
+    about = {**(facts or {}), "step": step, "rank": rank}
+    bundle: UnnamedBundle | dict[str, Any] | None = None
     if directory is not None and limit > 0:
         previous = next((s for s in reversed(captures.previous) if s not in kept), None)
-        document = {
-            **(facts or {}),
-            "code": code or suggested_code(trace, facts or {}),
-            "step": step,
-            "rank": rank,
-            "replay": trace.to_json(),
-        }
         options = {"limit": limit, "previous": previous, "redactor": redactor, "disk": disk}
-        found |= _bundle(bundle_directory(directory, rank), capture, document, options)
-    return dict(strict(found))
+        bundle = _begin_bundle(bundle_directory(directory, rank), _likeliest(kept), options)
+    dropped = captures.dropped
+
+    def look() -> dict[str, Any]:
+        internals.use_one_thread()
+        trace, capture = _first_bad(kept, time.monotonic() + seconds, guard)
+        found = compact(trace)
+        if len(kept) > 1:
+            found["micro_batch"] = capture.number
+        if dropped:
+            found["notes"] = [*found["notes"], f"{dropped} of the step's first micro-batches were not kept"]
+        document = {"code": code or suggested_code(trace, facts or {}), "replay": trace.to_json()}
+        return dict(strict({"found": found, "document": document}))
+
+    def end(answer: dict[str, Any] | None, reason: str | None) -> None:
+        found = {"complete": False, "reason": reason} if answer is None else answer["found"]
+        document = {"code": code or "NUM", "replay": found} if answer is None else answer["document"]
+        take(dict(strict(found | _publish(bundle, {**about, **document}))))
+
+    reason = "--replay off" if children is None else _refusal()
+    if children is not None and reason is None:
+        reason = children.run("forensics:replay", look, seconds + _MORE_SECONDS, end)
+    if reason is not None:
+        end(None, reason)
+
+
+def _refusal() -> str | None:
+    """Return why this process cannot be copied."""
+    if torch.cuda.is_initialized():
+        return "nothing runs a second time in a process that uses CUDA, of which there can be no copy"
+    return None
+
+
+def _likeliest(kept: Sequence[ForwardCapture]) -> ForwardCapture:
+    return next((capture for capture in kept if capture.suspected), kept[-1])
 
 
 class Investigator:
@@ -91,6 +126,8 @@ class Investigator:
     Args:
         captures: keeps the forwards of the step.
         place: returns this rank's number and the run directory, as far as it is known.
+        children: copies of the process in which a step runs again; None runs nothing again.
+        found: called in another thread with the record of a step of which more has become known.
         limit: bytes of a bundle; 0 writes none.
         facts: what every bundle says of the run.
         redactor: hides what is secret in a bundle.
@@ -104,6 +141,8 @@ class Investigator:
         captures: ForwardCaptures,
         guard: Guard,
         place: Callable[[], tuple[int, Path | None]],
+        children: Children | None,
+        found: Callable[[StepRecord], object],
         *,
         limit: int = LIMIT,
         facts: Mapping[str, Any] | None = None,
@@ -111,6 +150,7 @@ class Investigator:
         disk: Disk | None = None,
     ) -> None:
         self._redactor, self._disk = redactor, disk or Disk()
+        self._children, self._found = children, found
         self._state, self._captures, self._guard = state, captures, guard
         self._place, self._limit, self._facts = place, limit, dict(facts or {})
         self._places: dict[Any, dict[str, Any]] = {}
@@ -118,14 +158,24 @@ class Investigator:
         bus.on("forensics:loss", LossExamined, self.loss)
 
     def step(self, event: NonfiniteMade) -> None:
-        """Replay a step whose forward or own gradients are non-finite."""
+        """Have a step run again whose forward or own gradients are non-finite."""
         record = event.record
         rank, directory = self._place()
         self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._state))
         read = record.since.parts[Losses].scale
         scale = read() if read is not None else None
-        found = investigate(
+        replaying = record.parts[Judgement].replaying = Replaying()
+        now = True
+
+        def take(found: dict[str, Any]) -> None:
+            replaying.found = found
+            if not now:
+                self._found(record)
+
+        investigate(
             self._captures,
+            take,
+            self._children,
             step=record.step,
             rank=rank,
             directory=directory if self._limit else None,
@@ -135,8 +185,7 @@ class Investigator:
             redactor=self._redactor,
             disk=self._disk,
         )
-        judgement = record.parts[Judgement]
-        judgement.detail = replace(judgement.detail, replay=found)
+        now = False
 
     def loss(self, event: LossExamined) -> None:
         """Name the operation of the loss expression that made a loss non-finite; called before its backward.
@@ -253,19 +302,30 @@ def _first_bad(kept: Sequence[ForwardCapture], deadline: float, guard: Guard | N
     return (incomplete or found)[0]
 
 
-def _bundle(
-    parent: Path, capture: ForwardCapture, document: Mapping[str, Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write the bundle; return its path, or why there is none."""
+def _begin_bundle(parent: Path, capture: ForwardCapture, options: Mapping[str, Any]) -> UnnamedBundle | dict[str, Any]:
+    """Write the numbers of a bundle; return it, or why there is none."""
     try:
         if parent.is_dir() and sum(1 for _ in parent.iterdir()) >= _MAX_BUNDLES:
-            return {"bundle": None, "bundle_reason": f"{_MAX_BUNDLES} bundles are enough"}
-        name = f"{document['code']}-step{document['step']}-rank{document['rank']}"
-        path = write_bundle(parent, name, capture, document, **options)
+            return _no_bundle(f"{_MAX_BUNDLES} bundles are enough")
+        return UnnamedBundle(parent, capture, **options)
     except BundleError as error:
-        return {"bundle": None, "bundle_reason": str(error)[:300]}
+        return _no_bundle(str(error))
     except Exception as error:
         if is_users(error):
             raise
-        return {"bundle": None, "bundle_reason": f"{type(error).__name__}: {error}"[:300]}
-    return {"bundle": shorten(str(path)), "bundle_reason": None}
+        return _no_bundle(f"{type(error).__name__}: {error}")
+
+
+def _publish(bundle: UnnamedBundle | dict[str, Any] | None, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the bundle; return its path, or why there is none."""
+    if not isinstance(bundle, UnnamedBundle):
+        return bundle or {}
+    name = f"{document['code']}-step{document['step']}-rank{document['rank']}"
+    try:
+        return {"bundle": shorten(str(bundle.publish(name, document))), "bundle_reason": None}
+    except BundleError as error:
+        return _no_bundle(str(error))
+
+
+def _no_bundle(reason: str) -> dict[str, Any]:
+    return {"bundle": None, "bundle_reason": reason[:300]}

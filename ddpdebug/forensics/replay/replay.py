@@ -1,14 +1,14 @@
 """Runs one kept forward and backward again, and names the operation that made the first non-finite value.
 
-A copy of the inner module runs (see `undisturbed`), not the wrapper: nothing is reduced, no hook of DDP or of the user
-fires. An operation that would communicate ends the replay instead. It never raises: what goes wrong is the reason why
-the trace is not complete.
+The inner module runs, not the wrapper: nothing is reduced. An operation that would communicate ends the replay instead.
+What the module changes stays changed: this runs in a process that is there for nothing else, a disposable child of the
+job (see `isolation/child.py`) or `ddpdebug replay`. It never raises: what goes wrong is the reason why the trace is not
+complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections import Counter, deque
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.forensics.replay.prepared import Prepared
 from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import ends_stack, line_of
-from ddpdebug.forensics.replay.tracer import Origin, Tracer, WouldWriteError
-from ddpdebug.forensics.replay.undisturbed import COPY_BYTES, CannotCopyError, StandIns, Stopped, undisturbed
+from ddpdebug.forensics.replay.tracer import Origin, Stopped, Tracer
+from ddpdebug.isolation.child import is_disposable
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, tensors_in
@@ -88,14 +89,12 @@ def replay(
     seconds: float = SECONDS,
     guard: Guard | None = None,
     autocast: bool = True,
-    alone: bool = False,
 ) -> Trace:
     """Run a forward, and its backward, once more.
 
     Args:
         guard: its probes are silent meanwhile.
         autocast: false leaves autocast off even if it was on.
-        alone: in a process that does nothing else, where what is written elsewhere does no harm.
     """
     started = time.monotonic()
     trace = Trace(called_at=capture.location)
@@ -103,11 +102,11 @@ def replay(
     try:
         if guard is not None:
             guard.quiet = True
-        _Replay(capture, trace, started + seconds, autocast=autocast, alone=alone).run(backward=backward)
+        _Replay(capture, trace, started + seconds, autocast=autocast).run(backward=backward)
     except Exception as error:
         if is_users(error):
             raise
-        trace.complete, trace.reason = False, f"{type(error).__name__}: {error}"[:500]
+        trace.complete, trace.reason = False, _reason(error)
     finally:
         if guard is not None:
             guard.quiet = was_quiet
@@ -121,8 +120,8 @@ ends_stack(replay)
 class _Replay:
     """One replay while it runs."""
 
-    def __init__(self, capture: ForwardCapture, trace: Trace, deadline: float, *, autocast: bool, alone: bool) -> None:
-        self._capture, self._trace, self._autocast, self._alone = capture, trace, autocast, alone
+    def __init__(self, capture: ForwardCapture, trace: Trace, deadline: float, *, autocast: bool) -> None:
+        self._capture, self._trace, self._autocast = capture, trace, autocast
         self._modules = _ModuleStack()
         self._deadline = deadline
         self._done = False
@@ -142,64 +141,40 @@ class _Replay:
         if trace.reason is not None:
             return
         self._note_differences(module)
-        noted, wanted = len(trace.notes), set[int]()
-        while (more := self._once(module, modes, wanted, backward=backward)) is not None:
-            wanted.add(more)
-            del trace.notes[noted:]
-            trace.reason, trace.backward, self._modules, self._done = None, False, _ModuleStack(), False
+        self._follow(Prepared(module, capture.buffers, modes), backward=backward)
 
-    def _once(
-        self, module: torch.nn.Module, modes: Mapping[str, bool], wanted: set[int], *, backward: bool
-    ) -> int | None:
-        """Run; return the address of memory of which the run needs a copy and has none, if there is room for it."""
-        capture, trace = self._capture, self._trace
-        made = StandIns(math.inf if self._alone and wanted else COPY_BYTES, wanted, alone=self._alone)
-        try:
-            with undisturbed(module, capture.buffers, modes, (capture.args, capture.kwargs), made) as stand_ins:
-                return self._follow(stand_ins, backward=backward)
-        except CannotCopyError as error:
-            trace.reason = str(error)
-            return None
-
-    def _follow(self, stand_ins: StandIns, *, backward: bool) -> int | None:
+    def _follow(self, prepared: Prepared, *, backward: bool) -> None:
         trace = self._trace
-        if stand_ins.hooks_left_out:
-            trace.notes.append(f"{stand_ins.hooks_left_out} hooks on modules were left out")
-        tracer = Tracer(self._modules.where, stand_ins, self._deadline)
-        self._modules.follow(stand_ins.module, tracer)
-        try:
-            self._both(tracer, stand_ins, backward=backward)
-            trace.complete = tracer.stopped is None
-        except WouldWriteError as stopped:
-            if self._alone or stopped.size <= stand_ins.room:
-                return stopped.address
-            trace.reason = str(stopped)
-        except Stopped as stopped:
-            trace.reason = str(stopped)
-        except Exception as error:
-            if is_users(error):
-                raise
-            trace.reason = f"{type(error).__name__}: {error}"[:500]
+        tracer = Tracer(self._modules.where, self._deadline)
+        with self._modules.following(prepared.module, tracer):
+            try:
+                self._both(tracer, prepared, backward=backward)
+                trace.complete = tracer.stopped is None
+            except Stopped as stopped:
+                trace.reason = str(stopped)
+            except Exception as error:
+                if is_users(error):
+                    raise
+                trace.reason = _reason(error)
         trace.reason = trace.reason or tracer.stopped
         trace.operations = tracer.operations
         if not self._done:
             trace.culprit = _first(tracer.origins)
         self._tell(tracer)
-        return None
 
-    def _both(self, tracer: Tracer, stand_ins: StandIns, *, backward: bool) -> None:
+    def _both(self, tracer: Tracer, prepared: Prepared, *, backward: bool) -> None:
         capture = self._capture
-        args = tuple(stand_ins.argument(value) for value in capture.args)
-        kwargs = {key: stand_ins.argument(value) for key, value in capture.kwargs.items()}
-        _add_sources(tracer, args, kwargs, stand_ins)
+        args = tuple(prepared.argument(value) for value in capture.args)
+        kwargs = {key: prepared.argument(value) for key, value in capture.kwargs.items()}
+        _add_sources(tracer, args, kwargs, prepared)
         capture.rng.restore()
         with self._surroundings():
             with internals.as_users(), tracer:
-                output = stand_ins.module(*args, **kwargs)
+                output = prepared.module(*args, **kwargs)
             outputs = list(tensors_in(output))
             self._trace.culprit = _blamed(tracer, outputs)
             if self._trace.culprit is None and backward:
-                self._backward(outputs, args, kwargs, tracer, stand_ins)
+                self._backward(outputs, args, kwargs, tracer, prepared)
         self._done = True
 
     @contextlib.contextmanager
@@ -213,13 +188,13 @@ class _Replay:
             yield
 
     def _backward(
-        self, outputs: Sequence[torch.Tensor], args: Any, kwargs: Any, tracer: Tracer, stand_ins: StandIns
+        self, outputs: Sequence[torch.Tensor], args: Any, kwargs: Any, tracer: Tracer, prepared: Prepared
     ) -> None:
         pairs = self._gradients(outputs)
         if not pairs:
             return
         inputs = [value for _, value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        targets = [t for t in (*stand_ins.parameters.values(), *inputs) if t.requires_grad and t.is_leaf]
+        targets = [t for t in (*prepared.leaves(), *inputs) if t.requires_grad and t.is_leaf]
         roots = [output for _, output, _ in pairs]
         gradients = [gradient for _, _, gradient in pairs]
         inner = _inner(roots) if len(roots) > 1 and not self._capture.partial else frozenset()
@@ -305,8 +280,10 @@ class _ModuleStack:
         self._counts: Counter[str] = Counter()
         self._forward = True
 
-    def follow(self, module: torch.nn.Module, tracer: Tracer) -> None:
-        """Hook all modules of a copy, which dies with its hooks."""
+    @contextlib.contextmanager
+    def following(self, module: torch.nn.Module, tracer: Tracer) -> Iterator[None]:
+        """Hook all modules for as long as the context lasts."""
+        handles = []
         for name, part in internals.named_modules(module):
             kind = type(part).__name__
 
@@ -317,8 +294,13 @@ class _ModuleStack:
             def end(_: Any, __: Any, output: Any, name: str = name) -> None:
                 self._leave(name, output, tracer)
 
-            part.register_forward_pre_hook(begin)
-            part.register_forward_hook(end, always_call=True)
+            handles.append(part.register_forward_pre_hook(begin, prepend=True))
+            handles.append(part.register_forward_hook(end, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def where(self) -> tuple[str | None, str | None, int]:
         """Return (path, class, call) of the innermost module."""
@@ -349,6 +331,14 @@ class _ModuleStack:
         )
 
 
+def _reason(error: Exception) -> str:
+    """Return what is said of an error that has ended a replay."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    if is_disposable() and isinstance(error, PermissionError):
+        return f"it reaches out of the process, which is not done twice ({text})"
+    return text
+
+
 def _refusal(module: torch.nn.Module, modes: Mapping[str, bool]) -> str | None:
     """Return why a module cannot be run again by one rank."""
     for name, part in internals.named_modules(module):
@@ -361,13 +351,13 @@ def _refusal(module: torch.nn.Module, modes: Mapping[str, bool]) -> str | None:
     return None
 
 
-def _add_sources(tracer: Tracer, args: Any, kwargs: Any, stand_ins: StandIns) -> None:
+def _add_sources(tracer: Tracer, args: Any, kwargs: Any, prepared: Prepared) -> None:
     for path, value in leaves((args, kwargs)):
         if isinstance(value, torch.Tensor):
             tracer.add_source(value, "input", path)
-    for name, parameter in stand_ins.parameters.items():
+    for name, parameter in prepared.parameters.items():
         tracer.add_source(parameter, "parameter", name)
-    for name, buffer in stand_ins.buffers.items():
+    for name, buffer in prepared.buffers.items():
         tracer.add_source(buffer, "buffer", name)
 
 

@@ -19,10 +19,8 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import user_stack
-from ddpdebug.forensics.replay.undisturbed import StandIns, Stopped
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import tensors_in
-from ddpdebug.probes.holding import size_text
 
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
 _CONSTANTS = {"lift", "lift_fresh", "lift_fresh_copy"}  # what `torch.tensor(...)` makes in a forward
@@ -30,19 +28,8 @@ _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", 
 _MAX_OPERANDS = 6
 
 
-class WouldWriteError(Stopped):
-    """Ends a run that is about to write memory of the job, which was lent to it.
-
-    Args:
-        address: of that memory.
-        size: its bytes.
-    """
-
-    def __init__(self, address: int, size: int, operation: str) -> None:
-        super().__init__(
-            f"it writes in place to {size_text(size)} of the job ({operation}), and there is no room for a copy of that"
-        )
-        self.address, self.size = address, size
+class Stopped(BaseException):  # a user's `except Exception` in forward must not swallow it
+    """Ends a run from the inside; the text is the reason."""
 
 
 @dataclass(slots=True)
@@ -111,22 +98,16 @@ class Tracer(internals.OperationMode):
 
     Args:
         where: returns (path, class, call) of the module whose forward is running.
-        stand_ins: what runs, and which memory it may write.
         deadline: on the clock of `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        where: Callable[[], tuple[str | None, str | None, int]],
-        stand_ins: StandIns,
-        deadline: float,
-    ) -> None:
+    def __init__(self, where: Callable[[], tuple[str | None, str | None, int]], deadline: float) -> None:
         super().__init__()
         self.origins: list[Origin] = []
         self.operations = 0
         self.stopped: str | None = None
         self.muted = False  # what runs now is not the model's
-        self._where, self._stand_ins, self._deadline = where, stand_ins, deadline
+        self._where, self._deadline = where, deadline
         self._at: dict[int, Origin] = {}  # by address of the storage
         self._ours: set[int] = set()  # addresses of memory that the replay made
         self._nodes: dict[int, _Made] = {}
@@ -163,28 +144,10 @@ class Tracer(internals.OperationMode):
         schema = internals.schema(func)
         call = _Call(str(func), schema.name.rpartition("::")[2], internals.current_node(), args, kwargs)
         call.take_operands(schema)
-        self._protect(call)
         self._note_node(call)
         output = func(*args, **kwargs)
         self._follow(call, list(tensors_in(output)))
         return output
-
-    def _protect(self, call: _Call) -> None:
-        """End the replay before it touches what is the job's."""
-        stand_ins = self._stand_ins
-        for tensor in call.tensors:
-            if name := stand_ins.originals.get(id(tensor)):
-                self.stop(f"it uses the model's own {name}, by a way that could not be copied ({call.name})")
-        for tensor in call.written:
-            address = _address(tensor)
-            if tensor.layout is not torch.strided or not tensor.nbytes or address in self._ours:
-                continue
-            if address in stand_ins.lent:
-                stopped = WouldWriteError(address, stand_ins.lent[address], call.name)
-                self.stopped = str(stopped)
-                raise stopped
-            if not stand_ins.may_write(address):
-                self.stop(f"it writes in place what is no part of the model and no input ({call.name})")
 
     def _note_node(self, call: _Call) -> None:
         """Remember which line made the autograd node that this operation belongs to."""
@@ -274,7 +237,6 @@ class _Call:
         self.name, self.base, self.node, self.args, self.kwargs = name, base, node, args, kwargs
         everything = self.tensors = list(tensors_in((args, kwargs)))
         self.addresses = {_address(t) for t in everything}
-        self.written: list[torch.Tensor] = []
         self.overwritten: list[torch.Tensor] = []  # written without being read
         self.operands = [t for t in everything if is_floating(t)]
         self._states: list[str | None] | None = None
@@ -284,17 +246,18 @@ class _Call:
         """Find out what the operation writes, and look at what it reads while it is still there."""
         if not schema.is_mutable:
             return
+        written: list[torch.Tensor] = []
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
             tensors = list(tensors_in(value))
-            self.written += tensors
+            written += tensors
             if argument.is_out or self.base in _OVERWRITING:
                 self.overwritten += tensors
         unread = {id(t) for t in self.overwritten}
         self.operands = [t for t in self.operands if id(t) not in unread]
-        if any(t is w for t in self.operands for w in self.written):
+        if any(t is w for t in self.operands for w in written):
             self._states = [nonfinite(t) for t in self.operands]
             self._described = [described(t) for t in self.operands[:_MAX_OPERANDS]]
 

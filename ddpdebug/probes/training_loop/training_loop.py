@@ -161,8 +161,8 @@ class LeakSearch(Protocol):
     ) -> None:
         """Take a loss and where it comes from."""
 
-    def work(self) -> Announcement | None:
-        """Go on; return what was found."""
+    def work(self, step: int) -> None:
+        """Go on; what is found is announced."""
 
     def drop(self) -> None:
         """Let go of everything."""
@@ -566,8 +566,8 @@ class Recipe:
         if self._state.in_backward or len(self._stepping) > 1:
             return
         run = self._run
-        if self._leaks is not None and (leak := run("probe:leaks", self._leaks.work)) is not None:
-            self.tell(leak)
+        if self._leaks is not None:
+            run("probe:leaks", self._leaks.work, self._state.next_step())
         shown, loop = self._state.since.parts[RecipeNotes], self._loop
         flags = self._resized(loop.elements)
         detail = shown.recipe
