@@ -53,10 +53,11 @@ def test_a_live_run_and_its_recording_have_the_same_findings(tmp_path: Path) -> 
     """The whole of each finding, in order, also after the recording was written and read."""
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "sys.path.insert(0, sys.argv[1])\nimport score, recorded_runs\n"
+        "sys.path.insert(0, sys.argv[1])\nimport score, recorded_runs\nscore.zygote.preload()\n"
         "for name in sys.argv[3:]:\n"
         "    case = score.load(score._CORPUS / f'{name}.py')\n"
         "    results = [score.run(case, fault=fault, launch=False, record=True) for fault in (True, False)]\n"
+        "    assert all(result.recording for result in results), [result.problems for result in results]\n"
         "    recorded_runs.write(Path(sys.argv[2]), [result.recording for result in results])\n"
     )
     words = [sys.executable, "-c", code, str(_SCORE.parent), str(tmp_path), *_LIVE]
