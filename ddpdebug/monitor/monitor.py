@@ -565,6 +565,7 @@ class Monitor:
         Raises:
             ConnectionError: the ranks cannot be compared, and why.
         """
+        internals.tell_profilers(False)  # an execution trace of the script's lists what all threads do
         if len(members) == 1 and self._many is None:
             return Alone()
         while True:

@@ -252,6 +252,13 @@ as_users: type[AbstractContextManager[object]] = thing(
     otherwise=nullcontext,
     off="a forward that is replayed runs without the `__torch_function__` of its tensors",
 )
+#: Whether profilers and execution traces are told of the operations of this thread.
+tell_profilers: Callable[[bool], object] = thing(
+    "torch._C._autograd._enable_record_function",
+    _STAND_ASIDE,
+    otherwise=_no,
+    off="profilers and execution traces of yours list operations of ours",
+)
 without_dispatch_keys: Any = thing(
     "torch._C._DisableTorchDispatch", _STAND_ASIDE, off="inputs of a step are not kept for its replay"
 )

@@ -89,6 +89,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, names.ORIGINAL) or getattr(module, names.COMPILED_CALL, None) is not None
 
 
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Tell whether `module.compile()` has compiled the calls of a module."""
+    return module.__dict__.get(names.COMPILED_CALL) is not None
+
+
 def hook_tables(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
     """Return the tables of the hooks that a call of this module runs, by name."""
     return {name: module.__dict__[name] for name in names.HOOKS if module.__dict__.get(name) is not None}
@@ -148,15 +153,6 @@ def global_hooks() -> list[Any]:
     """Return the hooks that are registered for all modules."""
     owner: Any = torch.nn.modules.module
     return [hook for name in names.GLOBAL_HOOKS for hook in getattr(owner, name, {}).values()]
-
-
-def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
-    """Take those hooks of all modules away that are unwanted."""
-    owner: Any = torch.nn.modules.module
-    for name in names.GLOBAL_HOOKS:
-        table = getattr(owner, name, {})
-        for key in [key for key, hook in table.items() if unwanted(hook)]:
-            del table[key]
 
 
 def syncs_statistics(module: torch.nn.Module) -> bool:
