@@ -84,7 +84,6 @@ class Patches:
             stop=self._stop,
         )
         self._install_ddp()
-        self._entries.on_modules("the calls of models that no DDP wraps; of all modules in forwards that are looked at")
         self._entries.on_models(
             before=[_emits(events.ModuleForwardBegan, self._module_begins)],
             after=[_emits(events.ModuleForwardEnded, self._module_ends)],

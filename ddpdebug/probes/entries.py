@@ -178,9 +178,11 @@ class Entries:
         self._patch_home(owner, name, original, replacement)
         self.placed.append(Placed(_path(owner, name), why, over, functools.partial(_hidden, owner, name, replacement)))
 
-    def on_modules(self, why: str) -> None:
-        """Look at the calls of modules: those of all while a hook is on, and those of single ones."""
+    def on_modules(self) -> None:
+        """Look at the calls of modules, for what asks for it: of all while a hook is on, of single ones, of models."""
         where = _path(torch.nn.Module, "__call__")
+        if self.closed or where in self.left_out or any(placed.where == where for placed in self.placed):
+            return
         call = vars(torch.nn.Module).get("__call__")
         undo = None
         if isinstance(call, FunctionType) and _stranger(torch.nn.Module, call) is None:
@@ -188,13 +190,22 @@ class Entries:
         if undo is None:
             self.left_out.append(where)
         else:
+            why = "models that no DDP wraps; all modules in forwards that are looked at"
             self._undo.append(("patch:call", undo))
             hidden = functools.partial(_hidden, torch.nn.Module, "__call__", call)
             self.placed.append(Placed(where, why, None, hidden))
 
-    def on_models(self, before: Sequence[Look], after: Sequence[Look], failed: Sequence[Look], **about: Any) -> None:
+    def on_models(
+        self,
+        before: Sequence[Look],
+        after: Sequence[Look],
+        failed: Sequence[Look],
+        who: Callable[..., bool],
+        stop: Callable[[], None],
+    ) -> None:
         """Look at the calls of the modules that `calls` follows, as `patch` does at those of a function."""
-        self.calls.models = _Door(self, before, after, failed, about["who"], stop=about["stop"], always_ask=True)
+        self.on_modules()
+        self.calls.models = _Door(self, before, after, failed, who, stop=stop, always_ask=True)
 
     def _patch_home(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         """Put a function's wrapper also where it was defined: pickle looks for it there, by name."""
@@ -317,16 +328,19 @@ class Entries:
 
     def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
         """Return a look that is called before the call of every module, while it is on."""
+        self.on_modules()
         return ModuleHook(self.calls, part, look, is_after=False)
 
     def after_modules(self, part: str, look: Callable[..., None], *, always_call: bool = False) -> ModuleHook:
         """Return a look that is called after the call of every module, while it is on."""
+        self.on_modules()
         return ModuleHook(self.calls, part, look, is_after=True, always_called=always_call)
 
     def before_module(
         self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]
     ) -> OneModule:
         """Look before the calls of one module; return what ends it."""
+        self.on_modules()
         return OneModule(self.calls, part, module, look)
 
     def on_tensor(self, part: str, tensor: torch.Tensor, look: Callable[[torch.Tensor | None], None]) -> Any:

@@ -15,7 +15,7 @@ import copy
 import inspect
 import linecache
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +34,9 @@ _NO_BODY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 class Around(Protocol):
     """What lies around a call; none of it raises unless the user has asked for it."""
 
-    idle: bool  # nothing is looked at
+    @property
+    def idle(self) -> bool:
+        """Nothing is looked at."""
 
     def begins(self, args: Any, kwargs: Any) -> Any:
         """Look at a call that begins; what is returned comes back at its end."""
@@ -109,12 +111,73 @@ def all_of(undo: Iterable[Callable[[], None] | None]) -> Callable[[], None]:
     return undo_all
 
 
+class _Several:
+    """Several looks around the same calls."""
+
+    def __init__(self, looks: Sequence[Any]) -> None:
+        self._looks = tuple(looks)
+
+    @property
+    def idle(self) -> bool:
+        return all(look.idle for look in self._looks)
+
+    @property
+    def of(self) -> set[int]:
+        return {one for look in self._looks for one in look.of}
+
+    def begins(self, args: Any, kwargs: Any) -> list[Any]:
+        return [look.begins(args, kwargs) for look in self._looks]
+
+    def ended(self, noted: list[Any], result: Any) -> Any:
+        for look, its in zip(self._looks, noted, strict=True):
+            look.ended(its, result)
+        return result
+
+    def failed(self, noted: list[Any]) -> None:
+        for look, its in zip(self._looks, noted, strict=True):
+            look.failed(its)
+
+
+class _AroundNow(NamedTuple):
+    looks: list[Around]
+    undo: Callable[[], None]
+
+
+_around: weakref.WeakKeyDictionary[FunctionType, _AroundNow] = weakref.WeakKeyDictionary()
+
+
 def look_around(function: FunctionType, look: Around, also: str = "") -> Callable[[], None] | None:
     """Put looks before and after a function's body into its code; while something is compiled they are not there.
 
     Args:
         also: one more condition, in the function's own variables and with `look`, for a call that is not looked at.
     """
+    now = _around.get(function)
+    others = now.looks if now is not None and is_woven(function) else []
+    if not _put_around(function, [*others, look], also):
+        return None
+
+    def undo() -> None:
+        now = _around.get(function)
+        if now is not None:
+            _put_around(function, [one for one in now.looks if one is not look], also)
+
+    return undo
+
+
+def _put_around(function: FunctionType, looks: list[Around], also: str) -> bool:
+    """Put all the looks that lie around the body in place: it stands there twice, however many they are."""
+    if (now := _around.pop(function, None)) is not None:
+        now.undo()
+    if not looks:
+        return True
+    undo = _weave_around(function, looks[0] if len(looks) == 1 else _Several(looks), also)
+    if undo is not None:
+        _around[function] = _AroundNow(looks, undo)
+    return undo is not None
+
+
+def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[], None] | None:
     if function.__code__.co_flags & _NO_BODY:
         return None
     code, defaults = function.__code__, len(function.__defaults__ or ())

@@ -450,7 +450,7 @@ def test_functions_that_are_looked_at_stay_the_same(entries: Entries) -> None:
     seen: list[str] = []
     for owner, name in owners:
         entries.patch(owner, name, before=[("probe:a", lambda *_, name=name, **__: seen.append(name))])
-    entries.on_modules("calls")
+    entries.on_modules()
     assert said() == before
     assert [getattr(owner, name) for owner, name in owners] == functions[:3]
     assert all(pickle.loads(pickle.dumps(function)) is function for function in functions[:2])
@@ -601,7 +601,7 @@ def test_what_hangs_on_a_part_goes_off_with_it(guard: Guard, troubles: list[tupl
 
 def test_a_look_at_all_modules_goes_with_its_part(entries: Entries, guard: Guard) -> None:
     """The first call after its part went off takes it away; the forward in which it failed goes on."""
-    entries.on_modules("calls")
+    entries.on_modules()
     hook = entries.before_modules("probe:a", _raising(RuntimeError("x")))
     hook.on()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -613,7 +613,7 @@ def test_a_look_at_all_modules_goes_with_its_part(entries: Entries, guard: Guard
 
 def test_looks_at_modules_leave_nothing_on_them(entries: Entries) -> None:
     """Tables of hooks are empty, no frame is added, and a copy of the function's code looks at nothing."""
-    entries.on_modules("calls")
+    entries.on_modules()
     seen: list[Any] = []
 
     class Deep(nn.Module):
@@ -785,7 +785,7 @@ def test_tracebacks_are_those_of_the_original(entries: Entries) -> None:
 
 def test_looks_at_all_modules_end_whatever_happened(entries: Entries) -> None:
     """Off is off, also where an exception came before that was noted."""
-    entries.on_modules("calls")
+    entries.on_modules()
     seen: list[Any] = []
     hook = entries.after_modules("probe:a", lambda module, args, output: seen.append(type(module)))
     hook.on()

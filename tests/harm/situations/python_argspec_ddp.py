@@ -26,12 +26,13 @@ losses = []
 for x in batches(count=10):
     batch = {"x": x, "mask": (x > 0).float(), "extra": None}
     known = inspect.getfullargspec(model.module.forward).args
-    outer = inspect.getfullargspec(model.forward)
+    outer, code = inspect.getfullargspec(model.forward), model.forward.__code__
+    names = code.co_varnames[: code.co_argcount]
     optimizer.zero_grad()
     loss = model(**{name: value for name, value in batch.items() if name in known}).square().mean()
     loss.backward()
     optimizer.step()
     losses.append(loss.detach())
-report([model], [optimizer], losses, known=known, outer=outer, code=model.forward.__code__.co_varnames)
+report([model], [optimizer], losses, known=known, outer=outer, code=names)
 del model
 finish()
