@@ -232,8 +232,8 @@ _PATCHES_HEAD = """\
 
 While a monitor is open there are looks in the code of these functions, which stay the same objects
 ([decision 45](decisions/045-looks-in-the-code.md)). All of it is registered in `ddpdebug/probes/entries.py`; what to
-look at stands in `ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and what somebody
-else has wrapped. This page is made by `make docs` from a real attaching."""
+look at stands in `ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and
+what somebody else has wrapped. This page is made by `make docs` from a real attaching."""
 
 _PATCHES_MORE = "Nothing is put on models and on the classes of the script's own."
 

@@ -143,7 +143,7 @@ class _AroundNow(NamedTuple):
     undo: Callable[[], None]
 
 
-_around: weakref.WeakKeyDictionary[FunctionType, _AroundNow] = weakref.WeakKeyDictionary()
+_around: weakref.WeakKeyDictionary[FunctionType, dict[str, _AroundNow]] = weakref.WeakKeyDictionary()
 
 
 def look_around(function: FunctionType, look: Around, also: str = "") -> Callable[[], None] | None:
@@ -152,13 +152,13 @@ def look_around(function: FunctionType, look: Around, also: str = "") -> Callabl
     Args:
         also: one more condition, in the function's own variables and with `look`, for a call that is not looked at.
     """
-    now = _around.get(function)
+    now = _around.get(function, {}).get(also)
     others = now.looks if now is not None and is_woven(function) else []
     if not _put_around(function, [*others, look], also):
         return None
 
     def undo() -> None:
-        now = _around.get(function)
+        now = _around.get(function, {}).get(also)
         if now is not None:
             _put_around(function, [one for one in now.looks if one is not look], also)
 
@@ -166,14 +166,15 @@ def look_around(function: FunctionType, look: Around, also: str = "") -> Callabl
 
 
 def _put_around(function: FunctionType, looks: list[Around], also: str) -> bool:
-    """Put all the looks that lie around the body in place: it stands there twice, however many they are."""
-    if (now := _around.pop(function, None)) is not None:
+    """Put all the looks of one kind that lie around the body in place: it stands there twice, however many they are."""
+    kinds = _around.setdefault(function, {})
+    if (now := kinds.pop(also, None)) is not None:
         now.undo()
     if not looks:
         return True
     undo = _weave_around(function, looks[0] if len(looks) == 1 else _Several(looks), also)
     if undo is not None:
-        _around[function] = _AroundNow(looks, undo)
+        kinds[also] = _AroundNow(looks, undo)
     return undo is not None
 
 
@@ -182,36 +183,37 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
         return None
     code, defaults = function.__code__, len(function.__defaults__ or ())
     has_torch = function.__globals__.get("torch") is torch
+    noted, constant = (f"{NOTED}_", f"{_LOOK}{also}") if also else (NOTED, _LOOK)
 
     def change(_: ast.Module, definition: ast.FunctionDef) -> None:
         said = 0 if ast.get_docstring(definition) is None else 1
         rest = definition.body[said:]
         scopes = [one for one in rest if isinstance(one, ast.Global)]
         rest = [one for one in rest if not isinstance(one, ast.Global)]
-        home = "torch" if has_torch else NOTED
-        unseen = f"{home}.compiler.is_dynamo_compiling() or look.idle{also}".replace("look.", f"{_LOOK!r}.")
-        call = f"{_LOOK!r}.begins({', '.join(_arguments(definition.args, code.co_posonlyargcount, defaults))})"
+        home = "torch" if has_torch else noted
+        unseen = f"{home}.compiler.is_dynamo_compiling() or look.idle{also}".replace("look.", f"{constant!r}.")
+        call = f"{constant!r}.begins({', '.join(_arguments(definition.args, code.co_posonlyargcount, defaults))})"
         template = ast.parse(
-            f"if {unseen}:\n pass\nelse:\n {NOTED} = {call}\n try:\n  pass\n"
-            f" except BaseException:\n  {_LOOK!r}.failed({NOTED})\n  raise"
+            f"if {unseen}:\n pass\nelse:\n {noted} = {call}\n try:\n  pass\n"
+            f" except BaseException:\n  {constant!r}.failed({noted})\n  raise"
         )
         if not has_torch:
-            template.body.insert(0, ast.Import([ast.alias("torch", NOTED)]))
+            template.body.insert(0, ast.Import([ast.alias("torch", noted)]))
         for statement in template.body:
             _place(statement, rest[0])
         whole = template.body[-1]
         assert isinstance(whole, ast.If)
         attempt = whole.orelse[-1]
         assert isinstance(attempt, ast.Try)
-        attempt.body = [_in_returns(one) for one in rest]
+        attempt.body = [_in_returns(one, noted, constant) for one in rest]
         whole.body = rest
         if not isinstance(rest[-1], ast.Return | ast.Raise):
-            last = ast.parse(f"return {_LOOK!r}.ended({NOTED}, None)").body[0]
+            last = ast.parse(f"return {constant!r}.ended({noted}, None)").body[0]
             attempt.body.append(_place(last, rest[-1], at_end=True))
             whole.body = [*rest, _place(ast.Return(), rest[-1], at_end=True)]
         definition.body[said:] = [*scopes, *template.body]
 
-    return weave(function, change, {_LOOK: look})
+    return weave(function, change, {constant: look})
 
 
 def call_of(placeholder: str, arguments: list[ast.expr]) -> ast.Call:
@@ -241,12 +243,12 @@ def _place(node: Any, where: ast.stmt, *, at_end: bool = False) -> Any:
     return node
 
 
-def _in_returns(node: Any) -> Any:
+def _in_returns(node: Any, noted: str, constant: str) -> Any:
     """Return a part of a function with the look around what it returns; what does not change is shared."""
     if isinstance(node, ast.Return):
         value = node.value or ast.copy_location(ast.Constant(None), node)
-        called = ast.Attribute(ast.Constant(_LOOK), "ended", ast.Load())
-        call = ast.Call(called, [ast.Name(NOTED, ast.Load()), value], [])
+        called = ast.Attribute(ast.Constant(constant), "ended", ast.Load())
+        call = ast.Call(called, [ast.Name(noted, ast.Load()), value], [])
         for new in (called, called.value, call, call.args[0]):
             ast.copy_location(new, value)
         return ast.copy_location(ast.Return(call), node)
@@ -256,7 +258,7 @@ def _in_returns(node: Any) -> Any:
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
         if parts := getattr(node, name, None):
             changed = copy.copy(node) if changed is node else changed
-            vars(changed)[name] = [_in_returns(part) for part in parts]
+            vars(changed)[name] = [_in_returns(part, noted, constant) for part in parts]
     return changed
 
 
