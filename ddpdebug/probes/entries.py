@@ -176,7 +176,8 @@ class Entries:
         self._undo.append((f"patch:{name}", put_back))
         setattr(owner, name, replacement)
         self._patch_home(owner, name, original, replacement)
-        self.placed.append(Placed(_path(owner, name), why, over, functools.partial(_hidden, owner, name, replacement)))
+        hidden = functools.partial(_hidden, owner, name, replacement, in_code=False)
+        self.placed.append(Placed(_path(owner, name), why, over, hidden))
 
     def on_modules(self) -> None:
         """Look at the calls of modules, for what asks for it: of all while a hook is on, of single ones, of models."""
@@ -562,13 +563,12 @@ def _nothing() -> None:
     """Stand in for what nobody has asked to be told."""
 
 
-def _hidden(owner: Any, name: str, ours: Any) -> str | None:
+def _hidden(owner: Any, name: str, ours: Any, *, in_code: bool = True) -> str | None:
     """Say where the function comes from that stands in the place of ours; None while that is there, and ours."""
     found = vars(owner).get(name)
-    function = getattr(found, "__func__", found)
-    if found is not ours:
-        return _home(found)
-    return None if internals.is_woven(function) or hasattr(function, "__wrapped__") else f"{_home(found)}, changed"
+    if found is ours and in_code and not internals.is_woven(getattr(found, "__func__", found)):
+        return f"{_home(found)}, as it was"
+    return None if found is ours else _home(found)
 
 
 def _stranger(owner: Any, found: Any) -> str | None:
