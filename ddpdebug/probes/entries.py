@@ -109,6 +109,7 @@ class Entries:
         self.placed: list[Placed] = []  # what is registered until the end
         self.left_out: list[str] = []  # what could not be
         self._undo: list[tuple[str, Callable[[], Any]]] = []
+        self._sees_modules: bool | None = None  # whether calls of modules are looked at; None until somebody asks
         doors = [getattr(kind, name) for kind in (_Door, ModuleCalls) for name in ("begins", "ended", "failed")]
         for function in (Guard.run, _Hook.__call__, _Step.__call__, *doors):
             internals.leave_uncompiled(function)
@@ -182,12 +183,13 @@ class Entries:
     def on_modules(self) -> None:
         """Look at the calls of modules, for what asks for it: of all while a hook is on, of single ones, of models."""
         where = _path(torch.nn.Module, "__call__")
-        if self.closed or where in self.left_out or any(placed.where == where for placed in self.placed):
+        if self.closed or self._sees_modules is not None:
             return
         call = vars(torch.nn.Module).get("__call__")
         undo = None
         if isinstance(call, FunctionType) and _stranger(torch.nn.Module, call) is None:
             undo = self.guard.run("patch:call", internals.look_around, call, self.calls, ALSO)
+        self._sees_modules = undo is not None
         if undo is None:
             self.left_out.append(where)
         else:
