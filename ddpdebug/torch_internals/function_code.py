@@ -25,7 +25,7 @@ import torch
 Change = Callable[[ast.Module, ast.FunctionDef], object]
 
 #: The local variable in which a look keeps what it needs at the end of the call.
-NOTED = "_ddpdebug"
+NOTED = "ddpdebug_noted"
 _LOOK = "ddpdebug: the look around a call"  # stands in the source for it
 _FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 _NO_BODY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

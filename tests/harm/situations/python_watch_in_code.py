@@ -1,7 +1,4 @@
-"""ddpdebug.watch in the script, and its end, while the model trains: what inspect and pickle say of model and torch.
-
-run: alone
-"""
+"""ddpdebug.watch in the script, and its end, while the model trains: what inspect and pickle say of model and torch."""
 
 import inspect
 import pickle
@@ -31,7 +28,8 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), 0.05)
 losses = train(model, optimizer)
 first, kept = said(), (torch.autograd.backward, nn.Module.__call__, vars(Net)["forward"])
-monitor = sys.modules["ddpdebug"].watch(model, optimizer) if "ddpdebug" in sys.modules else None
+attach = sys.modules.get("ddpdebug.monitor.attach")
+monitor = attach.watch(model, optimizer) if attach is not None and attach.current() is not None else None
 losses += train(model, optimizer, batches(count=9))
 during = said()
 if monitor is not None:
