@@ -38,6 +38,21 @@ class _Threads(threading.local):
         self.inside = _Inside()
 
 
+class _Recorded(threading.local):
+    """Whether profilers are told what a thread does outside of probes."""
+
+    outside = True
+
+
+_recorded = _Recorded()
+
+
+def keep_unrecorded() -> None:
+    """Keep what this thread does, which is one of ours, from profilers and execution traces of the script's."""
+    _recorded.outside = False
+    _tell_profilers(False)
+
+
 #: The part that sees captures of CUDA graphs begin and end.
 CAPTURES = "probe:captures"
 #: Parts of the close that compute on devices. All others close while a graph is captured, too: its end may never come.
@@ -114,7 +129,7 @@ class Guard:
         finally:
             inside.depth -= 1
             if outermost:
-                _tell_profilers(True)
+                _tell_profilers(_recorded.outside)
                 self.seconds += time.perf_counter() - inside.entered
 
     def _is_of_device(self, part: str) -> bool:
