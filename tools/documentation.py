@@ -230,14 +230,12 @@ measured."""
 _PATCHES_HEAD = """\
 # What is patched
 
-While a monitor is open these are wrapped at class or module level, each calling the original once with the same
-arguments. All of it is registered in `ddpdebug/probes/entries.py`; what to look at stands in
-`ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and what somebody
-else has wrapped. This page is made by `make docs` from a real attaching."""
+While a monitor is open there are looks in the code of these functions, which stay the same objects
+([decision 45](decisions/045-looks-in-the-code.md)). All of it is registered in `ddpdebug/probes/entries.py`; what to
+look at stands in `ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and
+what somebody else has wrapped. This page is made by `make docs` from a real attaching."""
 
-_PATCHES_MORE = (
-    "Of the class of a model without a DDP, `forward` is wrapped too: inputs, outputs, for replays and rules."
-)
+_PATCHES_MORE = "Nothing is put on models and on the classes of the script's own."
 
 
 def findings_page() -> str:

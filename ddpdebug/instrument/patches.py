@@ -1,8 +1,9 @@
 """The entry points of torch that are wrapped while a monitor is attached, and the event that each emits.
 
-Class-level only: nothing is left on the user's objects, which may be copied, pickled and sent elsewhere. Each wrapper
-calls the original exactly once with the same arguments (`probes/entries.py`); under `torch.compile` it steps aside, so
-that the compiled graph is the one without ddpdebug. Who hears of an event is said in `probes/training_events.py`.
+Functions of torch alone: nothing is left on the user's objects and classes, which may be copied, pickled, scripted and
+sent elsewhere. The looks lie in the code of these functions (`probes/entries.py`), which stay the same objects with the
+same parameters, and nothing that they call runs a frame deeper; under `torch.compile` they are not there, so that the
+compiled graph is the one without ddpdebug. Who hears of an event is said in `probes/training_events.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ class Patches:
         self._bus, self._state, self._on_group, self._stop = bus, state, on_group, stop
         self._entries, self._followed = entries_of(guard), Followed(state, guard)
         self._numerics, self._evaluations, self._functions = numerics, evaluations, functions
-        self._kinds: set[type] = set()
         self._steps = self._steps_before = 0  # optimizer steps that began; before the scaler's step
         bus.on("probe:optimizer", events.ParametersUnwrapped, self._adopt)
 
@@ -84,6 +84,13 @@ class Patches:
             stop=self._stop,
         )
         self._install_ddp()
+        self._entries.on_models(
+            before=[_emits(events.ModuleForwardBegan, self._module_begins)],
+            after=[_emits(events.ModuleForwardEnded, self._module_ends)],
+            failed=[_emits(events.ModuleForwardFailed, self._module_fails)],
+            who=self._follows_module,
+            stop=self._stop_by_hand,
+        )
         if not TELLS_HOOKS:
             watch_saved_hooks(self._entries)
         patch(
@@ -215,24 +222,12 @@ class Patches:
         )
 
     def watch_module(self, module: torch.nn.Module) -> None:
-        """Look at the training forwards of a module that no DDP wraps, through its class."""
-        kind = type(module)
+        """Look at the training forwards of a module that no DDP wraps."""
         if isinstance(module, DistributedDataParallel | torch.jit.ScriptModule) or self._state.follows(module):
             return
         self._state.follow(module)
-        if kind not in self._kinds and not internals.anything_compiled():
-            self._kinds.add(kind)
-            self._entries.patch(
-                kind,
-                "forward",
-                "inputs and outputs of a model that no DDP wraps, for replays and the rules about the loop",
-                before=[_emits(events.ModuleForwardBegan, self._module_begins)],
-                after=[_emits(events.ModuleForwardEnded, self._module_ends)],
-                failed=[_emits(events.ModuleForwardFailed, self._module_fails)],
-                who=self._follows_module,
-                stop=self._stop_by_hand,
-                always_ask=True,
-            )
+        if not internals.anything_compiled():
+            self._entries.calls.follow(module)
 
     def _stop_by_hand(self) -> None:
         if self._state.by_hand:
@@ -243,11 +238,9 @@ class Patches:
             self.watch_module(internals.unwrap_compiled(module))
 
     def _has_part(self, module: torch.nn.Module, name: str, part: Any) -> None:
-        if name == internals.ORIGINAL:  # `torch.compile` makes a wrapper: it would see ours instead of the model's own
-            for kind in self._kinds:
-                self._entries.unpatch(kind, "forward")
-            self._kinds.clear()
-            self._evaluations.release()  # torch warns where hooks lie on all modules
+        if name == internals.ORIGINAL:  # `torch.compile` makes a wrapper: from here on models run as graphs
+            self._entries.calls.unfollow()
+            self._evaluations.release()
         self._entries.built.has_part(module, name, part)
 
     def remove(self) -> None:
@@ -291,7 +284,9 @@ class Patches:
     # --- models that no DDP wraps -------------------------------------------------------------------------------------
 
     def _follows_module(self, module: torch.nn.Module, *_: Any, **__: Any) -> bool:
-        return self._followed.here() and not self._numerics.inside and self._state.follows(module)
+        if not self._followed.here() or self._numerics.inside or not self._state.follows(module):
+            return False
+        return not internals.is_compiled_in_place(module)
 
     def _module_begins(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.ModuleForwardBegan(module, args, kwargs))
@@ -363,7 +358,8 @@ class Patches:
         self._bus.emit(events.SchedulerBuilt(scheduler))
 
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.SchedulerStepped(scheduler, absolute=bool(args or kwargs)))
+        given = *args, *kwargs.values()
+        self._bus.emit(events.SchedulerStepped(scheduler, absolute=any(one is not None for one in given)))
 
     def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
         self._bus.emit(events.SubsetMade(subset, user_location()))

@@ -145,7 +145,7 @@ class Probes:
             functions=validation_loss == "functions",
         )
         guard.when_cut(self.digests.cut)
-        guard.when_cut(self.entries.tidy)  # after the others: it takes away what they have left in place
+        guard.when_cut(self.entries.calls.tidy)  # after the others: it takes away what they have left in place
 
     def _stop_here(self) -> None:
         """Raise what all ranks agreed to raise at this step, if anything (`--steps`, `on_finding="raise"`, guard)."""

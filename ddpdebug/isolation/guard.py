@@ -19,7 +19,7 @@ _dispatch_modes, _function_modes = internals.dispatch_modes, internals.function_
 _transforms = internals.transform
 _gradients = torch.is_grad_enabled
 #: Of this thread; to enter and leave it takes 200 ns.
-_as_plain = internals.as_plain
+_as_plain, _tell_profilers = internals.as_plain, internals.tell_profilers
 
 
 class _Inside:
@@ -38,6 +38,21 @@ class _Threads(threading.local):
         self.inside = _Inside()
 
 
+class _Recorded(threading.local):
+    """Whether profilers are told what a thread does outside of probes."""
+
+    outside = True
+
+
+_recorded = _Recorded()
+
+
+def keep_unrecorded() -> None:
+    """Keep what this thread does, which is one of ours, from profilers and execution traces of the script's."""
+    _recorded.outside = False
+    _tell_profilers(False)
+
+
 #: The part that sees captures of CUDA graphs begin and end.
 CAPTURES = "probe:captures"
 #: Parts of the close that compute on devices. All others close while a graph is captured, too: its end may never come.
@@ -50,8 +65,8 @@ class Guard:
     """Runs probe code. Counts the time spent in it (`seconds`) and remembers which parts are off.
 
     What the user's own code raises while a probe happens to run (a signal handler, an exception that another thread
-    sent) is the user's, and goes on its way. Modes that the user has put over torch's operations, and his classes of
-    tensors, do not see those of a probe, and nothing is looked at while `torch.func` transforms what runs.
+    sent) is the user's, and goes on its way. Modes that the user has put over torch's operations, profilers and classes
+    of tensors do not see those of a probe, and nothing is looked at while `torch.func` transforms what runs.
 
     Args:
         on_trouble: called once per failing part with (part, message).
@@ -96,6 +111,7 @@ class Guard:
             if not outermost:
                 return probe(*args, **kwargs)
             inside.entered = time.perf_counter()
+            _tell_profilers(False)
             with _as_plain():
                 return probe(*args, **kwargs)
         except Exception as error:
@@ -113,6 +129,7 @@ class Guard:
         finally:
             inside.depth -= 1
             if outermost:
+                _tell_profilers(_recorded.outside)
                 self.seconds += time.perf_counter() - inside.entered
 
     def _is_of_device(self, part: str) -> bool:

@@ -43,7 +43,7 @@ from ddpdebug.forensics.memory.oom import checkpoint_bytes
 from ddpdebug.forensics.output_probe import AgreementProbe
 from ddpdebug.forensics.replay.investigator import Investigator
 from ddpdebug.instrument.probes import Probes
-from ddpdebug.isolation.guard import Guard, contained
+from ddpdebug.isolation.guard import Guard, contained, keep_unrecorded
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
@@ -573,6 +573,7 @@ class Monitor:
         Raises:
             ConnectionError: the ranks cannot be compared, and why.
         """
+        keep_unrecorded()  # an execution trace of the script's lists what all threads do
         if len(members) == 1 and self._many is None:
             return Alone()
         while True:

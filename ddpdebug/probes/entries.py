@@ -17,8 +17,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ddpdebug.isolation.child import is_disposable
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.importlib_bootstrap import around
+from ddpdebug.probes.module_calls import ALSO, ModuleCalls, ModuleHook, OneModule
 from ddpdebug.probes.threads import Threads
 
 #: What looks, with the name of its part.
@@ -41,13 +43,13 @@ STAMPS = 2
 #: What is registered for a time or for one object only, by the method that does it: what, and when.
 PASSING = {
     "before_modules": (
-        "a hook on the forward of all modules",
+        "looks at the calls of all modules, from inside of `torch.nn.Module.__call__`",
         "in checked and in first training forwards, and while an evaluation is looked for; not with `torch.compile`",
     ),
-    "after_modules": ("a hook after the forward of all modules", "as above"),
+    "after_modules": ("looks at what the calls of all modules return, from there", "as above"),
     "before_module": (
-        "a forward hook of one module",
-        "while a direct call of a wrapped model, or of its copy, is looked for; copies and pickles do not carry it",
+        "looks at the calls of one module, from there",
+        "while a direct call of a wrapped model, or of its copy, is looked for; nothing is left on the module",
     ),
     "on_tensor": ("hooks of tensors", "on the outputs of a training forward, until its backward"),
     "before_node": (
@@ -103,12 +105,14 @@ class Entries:
 
     def __init__(self, guard: Guard) -> None:
         self.guard, self.threads, self.built = guard, Threads(guard.tell), Built()
+        self.calls = ModuleCalls(guard, self.threads)
         self.closed = False
         self.placed: list[Placed] = []  # what is registered until the end
         self.left_out: list[str] = []  # what could not be
         self._undo: list[tuple[str, Callable[[], Any]]] = []
-        doors = (_Door.opens, _Door.before, _Door.after, _Door.failed)
-        for function in (Guard.run, _Hook.__call__, _Step.__call__, ModuleHook.__call__, *doors):
+        self._sees_modules: bool | None = None  # whether calls of modules are looked at; None until somebody asks
+        doors = [getattr(kind, name) for kind in (_Door, ModuleCalls) for name in ("begins", "ended", "failed")]
+        for function in (Guard.run, _Hook.__call__, _Step.__call__, *doors):
             internals.leave_uncompiled(function)
 
     # --- wrappers -----------------------------------------------------------------------------------------------------
@@ -126,7 +130,9 @@ class Entries:
         stop: Callable[[], None] | None = None,
         always_ask: bool = False,
     ) -> None:
-        """Wrap a function of a module or class.
+        """Look at the calls of a function of a module or class.
+
+        The looks lie in its own code, so that it is the same function, with the same frames below it.
 
         Args:
             why: what it tells, in a few words, for people.
@@ -151,32 +157,59 @@ class Entries:
         of_class = isinstance(kept, classmethod)  # what it is bound to is then the first argument
         original = kept.__func__ if isinstance(kept, classmethod) else getattr(owner, name)
         over = _stranger(owner, original)
+        undo: Callable[[], None] | None = None
+        if own and over is None and isinstance(original, FunctionType):
+            undo = internals.look_around(original, door)
+        if undo is not None:
+            self._undo.append((f"patch:{name}", undo))
+            self.placed.append(Placed(_path(owner, name), why, None, functools.partial(_hidden, owner, name, kept)))
+            return
+
+        # a function of somebody else's, or one whose source is not at hand: a wrapper in its place
         made = around(original, door)
         internals.leave_uncompiled(made, nested=False)
         wrapper = functools.wraps(original)(made)
         replacement: Any = classmethod(wrapper) if of_class else wrapper
 
-        def undo() -> None:
+        def put_back() -> None:
             if vars(owner).get(name) is replacement if isinstance(owner, type) else getattr(owner, name) is replacement:
                 setattr(owner, name, kept if of_class else original) if own else delattr(owner, name)
 
-        def hidden() -> str | None:
-            found = vars(owner).get(name)
-            return None if found is replacement else _home(found)
-
-        undo.where = _path(owner, name)  # type: ignore[attr-defined]
-        self._undo.append((f"patch:{name}", undo))
+        self._undo.append((f"patch:{name}", put_back))
         setattr(owner, name, replacement)
         self._patch_home(owner, name, original, replacement)
+        hidden = functools.partial(_hidden, owner, name, replacement, in_code=False)
         self.placed.append(Placed(_path(owner, name), why, over, hidden))
 
-    def unpatch(self, owner: Any, name: str) -> None:
-        """Take the wrappers of one function away before the end."""
-        where = _path(owner, name)
-        for entry in [entry for entry in self._undo if getattr(entry[1], "where", None) == where]:
-            self._undo.remove(entry)
-            self.guard.run(entry[0], entry[1])
-        self.placed = [placed for placed in self.placed if placed.where != where]
+    def on_modules(self) -> None:
+        """Look at the calls of modules, for what asks for it: of all while a hook is on, of single ones, of models."""
+        where = _path(torch.nn.Module, "__call__")
+        if self.closed or self._sees_modules is not None:
+            return
+        call = vars(torch.nn.Module).get("__call__")
+        undo = None
+        if isinstance(call, FunctionType) and _stranger(torch.nn.Module, call) is None:
+            undo = self.guard.run("patch:call", internals.look_around, call, self.calls, ALSO)
+        self._sees_modules = undo is not None
+        if undo is None:
+            self.left_out.append(where)
+        else:
+            why = "models that no DDP wraps; all modules in forwards that are looked at"
+            self._undo.append(("patch:call", undo))
+            hidden = functools.partial(_hidden, torch.nn.Module, "__call__", call)
+            self.placed.append(Placed(where, why, None, hidden))
+
+    def on_models(
+        self,
+        before: Sequence[Look],
+        after: Sequence[Look],
+        failed: Sequence[Look],
+        who: Callable[..., bool],
+        stop: Callable[[], None],
+    ) -> None:
+        """Look at the calls of the modules that `calls` follows, as `patch` does at those of a function."""
+        self.on_modules()
+        self.calls.models = _Door(self, before, after, failed, who, stop=stop, always_ask=True)
 
     def _patch_home(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         """Put a function's wrapper also where it was defined: pickle looks for it there, by name."""
@@ -298,18 +331,21 @@ class Entries:
                 self.placed.append(Placed(where, why, is_wrapper=False))
 
     def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
-        """Return a hook that is called before the forward of every module, while it is on."""
-        return ModuleHook(self, part, look, all_modules.register_module_forward_pre_hook)
+        """Return a look that is called before the call of every module, while it is on."""
+        self.on_modules()
+        return ModuleHook(self.calls, part, look, is_after=False)
 
     def after_modules(self, part: str, look: Callable[..., None], *, always_call: bool = False) -> ModuleHook:
-        """Return a hook that is called after the forward of every module, while it is on."""
-        return ModuleHook(
-            self, part, look, functools.partial(all_modules.register_module_forward_hook, always_call=always_call)
-        )
+        """Return a look that is called after the call of every module, while it is on."""
+        self.on_modules()
+        return ModuleHook(self.calls, part, look, is_after=True, always_called=always_call)
 
-    def before_module(self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]) -> Any:
-        """Hook the forward of one module; return the handle. Copies and pickles of the module do not look."""
-        return module.register_forward_pre_hook(_Hook(self, part, look))
+    def before_module(
+        self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]
+    ) -> OneModule:
+        """Look before the calls of one module; return what ends it."""
+        self.on_modules()
+        return OneModule(self.calls, part, module, look)
 
     def on_tensor(self, part: str, tensor: torch.Tensor, look: Callable[[torch.Tensor | None], None]) -> Any:
         """Hook the gradient of a tensor; return the handle. It is called in whatever thread runs the backward."""
@@ -399,22 +435,15 @@ class Entries:
     def close(self) -> None:
         """Take everything away; what somebody else holds does nothing any more."""
         self.closed = True
+        self.calls.close()
         while self._undo:  # one by one: an exception of the user's may come in between
             part, take_away = self._undo[-1]
             self.guard.run(f"close:{part}", take_away)  # also of a part that has failed and is off
             self._undo.pop()
 
-    def tidy(self) -> None:
-        """Take hooks of modules away that an exception has left in place without anybody knowing."""
-
-        def is_left(hook: Any) -> bool:
-            return isinstance(hook, ModuleHook) and hook.entries is self and not hook.is_on
-
-        internals.drop_global_hooks(is_left)
-
 
 class _Door:
-    """The looks of one wrapper."""
+    """The looks of one function."""
 
     __slots__ = ("_after", "_always_ask", "_before", "_entries", "_failed", "_run", "_stop", "_who")
 
@@ -433,28 +462,41 @@ class _Door:
         self._stop, self._always_ask = stop, always_ask
         self._before, self._after, self._failed = tuple(before), tuple(after), tuple(failed)
 
-    def opens(self, args: Any, kwargs: Any) -> bool:
+    @property
+    def idle(self) -> bool:
+        """Nothing is looked at."""
+        return self._entries.closed
+
+    def begins(self, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._opens(args, kwargs):
+            return None
+        if self._stop is not None:
+            self._stop()
+        for part, look in self._before:
+            self._run(part, look, *args, **kwargs)
+        return args, kwargs
+
+    def ended(self, noted: Any, result: Any) -> Any:
+        if noted is not None:
+            args, kwargs = noted
+            for part, look in self._after:
+                self._run(part, look, result, *args, **kwargs)
+        return result
+
+    def failed(self, noted: Any) -> None:
+        if noted is not None:
+            (args, kwargs), error = noted, sys.exception()
+            failure.note(error)
+            for part, look in self._failed:
+                self._run(part, look, error, *args, **kwargs)
+
+    def _opens(self, args: Any, kwargs: Any) -> bool:
         entries = self._entries
         if entries.closed:
             return False
         if self._who is None or (entries.threads.ident == threading.get_ident() and not self._always_ask):
             return True
         return bool(self._run("probe:threads", self._who, *args, **kwargs))
-
-    def before(self, args: Any, kwargs: Any) -> None:
-        if self._stop is not None:
-            self._stop()
-        for part, look in self._before:
-            self._run(part, look, *args, **kwargs)
-
-    def after(self, result: Any, args: Any, kwargs: Any) -> None:
-        for part, look in self._after:
-            self._run(part, look, result, *args, **kwargs)
-
-    def failed(self, error: BaseException, args: Any, kwargs: Any) -> None:
-        failure.note(error)
-        for part, look in self._failed:
-            self._run(part, look, error, *args, **kwargs)
 
 
 class _Step:
@@ -512,40 +554,6 @@ class _PartHook(_Hook):
             super().__call__(*args)
 
 
-class ModuleHook:
-    """A hook on what all modules do in the followed thread; `on` and `off` put it in place and take it away."""
-
-    def __init__(self, entries: Entries, part: str, look: Callable[..., None], register: Callable[..., Any]) -> None:
-        self.entries, self.is_on = entries, False
-        self._part, self._look, self._register = part, look, register
-        self._handle: Any = None
-        self._kinds: frozenset[type] = frozenset()
-
-    def on(self, kinds: Iterable[type] = ()) -> None:
-        """Look from here on, at modules of these classes and of those that inherit from them; at all without any."""
-        self._kinds = frozenset(kinds)
-        if self._handle is None and not self.entries.closed:
-            self.is_on = True
-            self._handle = self._register(self)
-
-    def off(self) -> None:
-        """Look no more."""
-        self.is_on = False
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
-
-    def __call__(self, *args: Any) -> None:
-        """Let the probe look at one call; nothing of it changes."""
-        entries = self.entries
-        if self._kinds and self._kinds.isdisjoint(type(args[0]).__mro__):
-            return
-        if self._part in entries.guard.off:
-            self.off()
-        elif self.is_on and not torch.compiler.is_compiling() and not entries.closed and entries.threads.is_here():
-            entries.guard.run(self._part, self._look, *args)
-
-
 def entries_of(guard: Guard) -> Entries:
     """Return the entries that run under a guard; there is one such object for each."""
     if guard.entries is None:
@@ -556,6 +564,14 @@ def entries_of(guard: Guard) -> Entries:
 
 def _nothing() -> None:
     """Stand in for what nobody has asked to be told."""
+
+
+def _hidden(owner: Any, name: str, ours: Any, *, in_code: bool = True) -> str | None:
+    """Say where the function comes from that stands in the place of ours; None while that is there, and ours."""
+    found = vars(owner).get(name)
+    if found is ours and in_code and not internals.is_woven(getattr(found, "__func__", found)):
+        return f"{_home(found)}, as it was"
+    return None if found is ours else _home(found)
 
 
 def _stranger(owner: Any, found: Any) -> str | None:

@@ -1,4 +1,7 @@
-"""The wrappers that stand in the place of functions of torch. This file's name is part of what they do.
+"""The wrappers that stand in the place of functions whose code has no look in it. This file's name is part of it.
+
+Functions of torch have theirs in their own code (`torch_internals/function_code.py`); these are built-in ones, those of
+somebody else, and any whose source is not at hand.
 
 A warning with `stacklevel=2` belongs to the line that calls: so many frames up the stack. A wrapper is one frame more,
 and the warning would be ours: another file, another line, another module for the filters. When Python counts, it leaves
@@ -11,44 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Door(Protocol):
-    """What a wrapper asks and tells; none of these raises unless the user has asked for it."""
-
-    def opens(self, args: Any, kwargs: Any) -> bool:
-        """Tell whether this call is looked at."""
-
-    def before(self, args: Any, kwargs: Any) -> None:
-        """Look at the call that begins."""
-
-    def after(self, result: Any, args: Any, kwargs: Any) -> None:
-        """Look at what the call has returned."""
-
-    def failed(self, error: BaseException, args: Any, kwargs: Any) -> None:
-        """Look at what the call has raised."""
+from ddpdebug.torch_internals import Around
 
 
-def around(original: Callable[..., Any], door: Door) -> FunctionType:
-    """Return a function that calls `original` once with the same arguments, and lets the door look before and after.
+def around(original: Callable[..., Any], look: Around) -> FunctionType:
+    """Return a function that calls `original` once with the same arguments, and looks before and after.
 
     Under `torch.compile` it is the original.
     """
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not door.opens(args, kwargs):
+        if torch.compiler.is_compiling() or look.idle:
             return original(*args, **kwargs)
-        door.before(args, kwargs)
+        noted = look.begins(args, kwargs)
         try:
             result = original(*args, **kwargs)
-        except BaseException as error:
-            door.failed(error, args, kwargs)
+        except BaseException:
+            look.failed(noted)
             raise
-        door.after(result, args, kwargs)
-        return result
+        return look.ended(noted, result)
 
     code, name = wrapper.__code__, getattr(original, "__name__", "wrapper")
     wrapper.__code__ = code.replace(co_name=name, co_qualname=getattr(original, "__qualname__", name))

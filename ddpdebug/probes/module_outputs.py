@@ -1,6 +1,6 @@
 """Looks at the output of every module call of a checked forward: one pass over each tensor, no wait for a device.
 
-One hook for all modules (`register_module_forward_hook`), in place only while a checked training forward runs: nothing
+One look at the calls of all modules (`module_calls.py`), on only while a checked training forward runs: nothing
 is left on the user's modules, modules that are added later or called twice are seen like any other, and neither an
 evaluation nor the recomputation of activation checkpointing meets it. Once `torch.compile` is in use it is not put in
 place at all, because it would get into the graph; then only what the model returns is looked at.

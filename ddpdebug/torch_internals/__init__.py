@@ -33,6 +33,12 @@ from ddpdebug.torch_internals.collectives import (
     Collectives as Collectives,
     members_of_groups as members_of_groups,
 )
+from ddpdebug.torch_internals.function_code import (
+    NOTED as NOTED,
+    Around as Around,
+    is_woven as is_woven,
+    look_around as look_around,
+)
 from ddpdebug.torch_internals.loss_functions import (
     LOSS_MODULES as LOSS_MODULES,
     LOSSES as LOSSES,
@@ -78,14 +84,16 @@ from ddpdebug.torch_internals.names import (
     as_plain as as_plain,
     as_users as as_users,
     inherits as inherits,
+    is_tracing as is_tracing,
     schema as schema,
+    tell_profilers as tell_profilers,
 )
 from ddpdebug.torch_internals.replaying import (
     OperationMode as OperationMode,
     buffers_of as buffers_of,
     clones as clones,
-    drop_global_hooks as drop_global_hooks,
     is_compiled as is_compiled,
+    is_compiled_in_place as is_compiled_in_place,
     is_parallel as is_parallel,
     is_sink as is_sink,
     module_tables as module_tables,

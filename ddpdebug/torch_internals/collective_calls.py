@@ -11,13 +11,13 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
 
 from ddpdebug.torch_internals import names
-from ddpdebug.torch_internals.function_code import call_of, exchange, with_look
+from ddpdebug.torch_internals.function_code import all_of, call_of, weave
 
 #: Function -> what it is given: tensors (or ranks), the rank that it names, and the same as the group numbers it.
 CALLS: dict[str, tuple[str, str, str]] = {
@@ -68,19 +68,18 @@ def look_at_collectives(look: Look, begins: Callable[[], None], ends: Callable[[
     """
     looks = {_PLACEHOLDER: look, _BEGINS: begins, _ENDS: ends}
     home = dist.distributed_c10d
-    codes: list[tuple[FunctionType, CodeType]] = []
+    undo: list[Callable[[], None] | None] = []
     for name, given in CALLS.items():
         function = inspect.unwrap(getattr(home, name, None))  # type: ignore[arg-type]  # None is returned as it is
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(home):
             continue  # the user has replaced it in torch's own module, or this torch has none
-        if (code := _with_note(function, name, given, looks)) is not None:
-            codes.append((function, code))
-    return exchange(codes)
+        undo.append(_with_note(function, name, given, looks))
+    return all_of(undo)
 
 
 def _with_note(
     function: FunctionType, name: str, given: tuple[str, str, str], looks: Mapping[str, Any]
-) -> CodeType | None:
+) -> Callable[[], None] | None:
     original = function.__code__
     arguments = original.co_varnames[: original.co_argcount + original.co_kwonlyargcount]
 
@@ -97,7 +96,7 @@ def _with_note(
         whole = ast.copy_location(ast.Try(body=rest, handlers=[], orelse=[], finalbody=[ends]), first)
         definition.body[said:] = [note, begins, whole]
 
-    return with_look(function, change, looks)
+    return weave(function, change, looks)
 
 
 def _unless_compiled(call: ast.Call, first: ast.stmt) -> ast.Expr:

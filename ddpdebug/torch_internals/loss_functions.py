@@ -16,14 +16,14 @@ import ast
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ddpdebug.torch_internals import names
-from ddpdebug.torch_internals.function_code import call_of, exchange, with_look
+from ddpdebug.torch_internals.function_code import all_of, call_of, weave
 
 #: Those whose value is a loss, and which the modules of the same names call.
 LOSSES = (
@@ -60,20 +60,18 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
     Args:
         look: takes the value and by what it was computed, in words.
     """
-    codes: list[tuple[FunctionType, CodeType]] = []
+    undo: list[Callable[[], None] | None] = []
     for name in LOSSES:
         function = getattr(functional, name, None)
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
             continue  # the user has replaced this function: it is left alone
         source = f"by torch.nn.functional.{name} (--validation-loss functions)"
-        code = with_look(
-            function,
-            lambda tree, _: ast.fix_missing_locations(_Returns().visit(tree)),
-            {_PLACEHOLDER: _seen(look, source)},
-        )
-        if code is not None:
-            codes.append((function, code))
-    return exchange(codes)
+        undo.append(weave(function, _in_returns, {_PLACEHOLDER: _seen(look, source)}))
+    return all_of(undo)
+
+
+def _in_returns(tree: ast.Module, _: ast.FunctionDef) -> None:
+    ast.fix_missing_locations(_Returns().visit(tree))
 
 
 def _seen(look: Callable[[Any, str], None], source: str) -> Callable[[Any], Any]:

@@ -252,6 +252,13 @@ as_users: type[AbstractContextManager[object]] = thing(
     otherwise=nullcontext,
     off="a forward that is replayed runs without the `__torch_function__` of its tensors",
 )
+#: Whether profilers and execution traces are told of the operations of this thread.
+tell_profilers: Callable[[bool], object] = thing(
+    "torch._C._autograd._enable_record_function",
+    _STAND_ASIDE,
+    otherwise=_no,
+    off="profilers and execution traces of yours list operations of ours",
+)
 without_dispatch_keys: Any = thing(
     "torch._C._DisableTorchDispatch", _STAND_ASIDE, off="inputs of a step are not kept for its replay"
 )
@@ -272,23 +279,11 @@ PARAMETERS, BUFFERS, MODULES = (
 _LOSSES = Feature("loss modules", "validation losses of `torch.nn`'s loss modules are not seen")
 loss_module: Any = thing("torch.nn.modules.loss._Loss", _LOSSES, otherwise=None)
 
-_HOOKS = Feature("hooks of modules", "hooks for all modules that were left in place are not taken away")
-GLOBAL_HOOKS = tuple(
-    key(f"torch.nn.modules.module.{name}", _HOOKS)
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-)
+_CALLS = Feature("the calls of modules and of backward", "the module that ran out of memory is not named")
 #: Functions of torch's by which a frame of a stack is known.
-CALLS = tuple(
-    key(f"{_MODULE}.{name}", _HOOKS, off="the module that ran out of memory is not named")
-    for name in ("_call_impl", "_wrapped_call_impl")
-)
+CALLS = tuple(key(f"{_MODULE}.{name}", _CALLS) for name in ("_call_impl", "_wrapped_call_impl"))
 RUN_BACKWARD = key(
-    "torch.autograd.graph._engine_run_backward", _HOOKS, off="running out of memory in backward is not told apart"
+    "torch.autograd.graph._engine_run_backward", _CALLS, off="running out of memory in backward is not told apart"
 )
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -91,6 +90,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, names.ORIGINAL) or getattr(module, names.COMPILED_CALL, None) is not None
 
 
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Tell whether `module.compile()` has compiled the calls of a module."""
+    return module.__dict__.get(names.COMPILED_CALL) is not None
+
+
 def use_one_thread() -> None:
     """Have this thread compute alone in a copy of a process, where the other threads that it used are missing.
 
@@ -99,15 +103,6 @@ def use_one_thread() -> None:
     for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
         with suppress(OSError, AttributeError):
             getattr(ctypes.PyDLL("libtorch_cpu.so"), name)(1)
-
-
-def drop_global_hooks(unwanted: Callable[[Any], bool]) -> None:
-    """Take those hooks of all modules away that are unwanted."""
-    owner: Any = torch.nn.modules.module
-    for name in names.GLOBAL_HOOKS:
-        table = getattr(owner, name, {})
-        for key in [key for key, hook in table.items() if unwanted(hook)]:
-            del table[key]
 
 
 def syncs_statistics(module: torch.nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import pickle
 import signal
 import sys
@@ -434,18 +435,69 @@ def test_classes_of_tensors_do_not_see_probes(guard: Guard, troubles: list[Any])
     assert troubles == []
 
 
-def test_wrapped_functions_can_be_pickled(entries: Entries) -> None:
-    """Pickle looks for them where they were defined."""
-    home = sys.modules[nn.utils.clip_grad_norm_.__module__]
-    original = nn.utils.clip_grad_norm_
-    if home is nn.utils:  # as it says of itself before torch 2.12
-        pytest.skip("this torch gives the function the name of the module that it is called by")
-    entries.patch(nn.utils, "clip_grad_norm_", after=[("probe:a", lambda *_: None)])
-    assert nn.utils.clip_grad_norm_ is not original
-    assert pickle.loads(pickle.dumps(nn.utils.clip_grad_norm_)) is nn.utils.clip_grad_norm_
+def test_functions_that_are_looked_at_stay_the_same(entries: Entries) -> None:
+    """Identity, pickle, parameters, globals, and what inspect reads; also of what is decorated, and of methods."""
+    functions = [nn.utils.clip_grad_norm_, torch.autograd.backward, nn.Module.load_state_dict, nn.Module.__call__]
+
+    def said() -> list[Any]:
+        codes = [function.__code__ for function in functions]
+        names = [(code.co_name, code.co_filename, code.co_firstlineno, code.co_flags) for code in codes]
+        parameters = [(inspect.getfullargspec(function), inspect.signature(function)) for function in functions]
+        return [names, parameters, [(f.__globals__["__name__"], vars(f), inspect.getsource(f)) for f in functions]]
+
+    before = said()
+    owners = [(nn.utils, "clip_grad_norm_"), (torch.autograd, "backward"), (nn.Module, "load_state_dict")]
+    seen: list[str] = []
+    for owner, name in owners:
+        entries.patch(owner, name, before=[("probe:a", lambda *_, name=name, **__: seen.append(name))])
+    entries.on_modules()
+    assert said() == before
+    assert [getattr(owner, name) for owner, name in owners] == functions[:3]
+    assert all(pickle.loads(pickle.dumps(function)) is function for function in functions[:2])
+    model = nn.Linear(1, 1)
+    torch.autograd.backward(model(torch.ones(1, 1)).sum())
+    functions[0](model.parameters(), 1.0)
+    model.load_state_dict(model.state_dict())
+    assert seen == ["backward", "clip_grad_norm_", "load_state_dict"]
     entries.close()
-    assert nn.utils.clip_grad_norm_ is original
-    assert vars(home)["clip_grad_norm_"] is original
+    assert said() == before
+    functions[0](model.parameters(), 1.0)
+    assert len(seen) == 3
+
+
+def test_what_cannot_have_a_look_in_its_code_is_wrapped(entries: Entries, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A built-in function, a generator, a function without source; of those that can, each look goes by itself."""
+    space: dict[str, Any] = {"__name__": __name__}
+    exec("def without_source(a):\n return a + 1", space)
+
+    def generates(a: int) -> Iterator[int]:
+        yield a
+
+    for name, function in (("one", space["without_source"]), ("two", generates), ("three", len)):
+        monkeypatch.setattr(Owner, name, staticmethod(function), raising=False)
+    seen: list[Any] = []
+    for name in ("one", "two", "three"):
+        entries.patch(Owner, name, before=[("probe:a", lambda *args, **_: seen.append(args))])
+    assert (Owner.one(1), list(Owner.two(2)), Owner.three("abc")) == (2, [2], 3)  # type: ignore[attr-defined]
+    assert seen == [(1,), (2,), ("abc",)]
+
+
+def test_several_looks_lie_in_one_function() -> None:
+    """Whichever is taken away first, the others stay, and in the end the code is the function's own."""
+    code = Owner.add.__code__
+    seen: list[int] = []
+    made = [Entries(Guard(lambda part, text: pytest.fail(f"{part}: {text}"))) for _ in range(3)]
+    for number, entries in enumerate(made):
+        entries.patch(Owner, "add", before=[("probe:a", lambda *_, number=number, **__: seen.append(number))])
+    Owner().add(1)
+    made[1].close()
+    Owner().add(1)
+    made[0].close()
+    made[2].close()
+    Owner().add(1)
+    assert sorted(seen[:3]) == [0, 1, 2]
+    assert sorted(seen[3:]) == [0, 2]
+    assert Owner.add.__code__ is code
 
 
 def test_a_models_own_methods_are_not_called() -> None:
@@ -547,15 +599,65 @@ def test_what_hangs_on_a_part_goes_off_with_it(guard: Guard, troubles: list[tupl
     ]
 
 
-def test_a_hook_of_all_modules_goes_with_its_part(entries: Entries, guard: Guard) -> None:
+def test_a_look_at_all_modules_goes_with_its_part(entries: Entries, guard: Guard) -> None:
     """The first call after its part went off takes it away; the forward in which it failed goes on."""
+    entries.on_modules()
     hook = entries.before_modules("probe:a", _raising(RuntimeError("x")))
     hook.on()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert model(torch.ones(1)).shape == (1,)
     assert "probe:a" in guard.off
     assert not hook.is_on
-    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert entries.calls.idle
+
+
+def test_looks_at_modules_leave_nothing_on_them(entries: Entries) -> None:
+    """Tables of hooks are empty, no frame is added, and a copy of the function's code looks at nothing."""
+    entries.on_modules()
+    seen: list[Any] = []
+
+    class Deep(nn.Module):
+        def forward(self, x: Any, y: Any = None) -> Any:
+            if y is not None:
+                raise OverflowError
+            return len(inspect.stack(0)), dict(vars(self)), len(torch.nn.modules.module._global_forward_hooks)
+
+    model = Deep()
+    plain = model(1)
+    before = entries.before_modules("probe:a", lambda module, args: seen.append(("before", args)))
+    after = entries.after_modules("probe:a", lambda module, args, output: seen.append(("after", output)))
+    always = entries.after_modules("probe:a", lambda *args: seen.append(("always", args[2])), always_call=True)
+    one = entries.before_module("probe:a", model, lambda module, args: seen.append("one"))
+    for hook in (before, after, always):
+        hook.on()
+    assert model(1) == plain
+    assert seen == [("before", (1,)), "one", ("after", plain), ("always", plain)]
+    seen.clear()
+    one.remove()
+    with pytest.raises(OverflowError):
+        model(1, y=2)
+    assert seen == [("before", (1,)), ("always", None)]
+    for hook in (before, after, always):
+        hook.off()
+    seen.clear()
+    model(1)
+    assert not seen
+    copied = pickle.loads(pickle.dumps(entries.calls))
+    assert copied.idle
+    assert id(model) not in copied.of
+
+
+def test_profilers_see_no_probe(guard: Guard) -> None:
+    """Operations of a probe are in no list of operations; those around it are, and those after a failure."""
+    with torch.profiler.profile() as profiler:
+        torch.ones(2).sum()
+        guard.run("probe:a", lambda: torch.ones(2).cumsum(0))
+        guard.run("probe:a", lambda: guard.run("probe:b", lambda: torch.ones(2).cumsum(0)))
+        guard.run("probe:a", _raising(RuntimeError("x")))
+        torch.ones(2).prod()
+    keys = {event.key for event in profiler.key_averages()}
+    assert {"aten::sum", "aten::prod"} <= keys
+    assert "aten::cumsum" not in keys
 
 
 def test_modes_do_not_see_probes(guard: Guard, troubles: list[Any]) -> None:
@@ -604,7 +706,7 @@ def entries(guard: Guard) -> Iterator[Entries]:
     made.close()
 
 
-def test_a_wrapper_looks_and_goes_away(entries: Entries) -> None:
+def test_a_look_goes_away(entries: Entries) -> None:
     """Same arguments, same result, once; looks before and after; nothing is left after `close`."""
     seen: list[Any] = []
     original = vars(Owner)["add"]
@@ -618,7 +720,7 @@ def test_a_wrapper_looks_and_goes_away(entries: Entries) -> None:
     assert Owner().add(1, b=5) == 6
     with pytest.raises(OverflowError):
         Owner().add(101)
-    assert seen == [((1,), {"b": 5}), 6, ((101,), {}), OverflowError]
+    assert seen == [((1,), {"b": 5}), 6, ((101,), {"b": 1}), OverflowError]
     assert (Owner.add.__doc__, Owner.add.__name__) == ("Add.", "add")
     entries.close()
     assert vars(Owner)["add"] is original
@@ -667,27 +769,30 @@ def test_a_warning_belongs_to_the_line_that_calls(entries: Entries) -> None:
             Owner().add(-1)
 
 
-def test_tracebacks_show_the_original(entries: Entries) -> None:
-    """Where the original raises, the wrapper is one line of the traceback, with its source."""
-    import traceback
+def test_tracebacks_are_those_of_the_original(entries: Entries) -> None:
+    """Where the original raises, a traceback has the same frames, lines and marks as without the look."""
 
+    def text() -> str:
+        with pytest.raises(OverflowError) as caught:
+            Owner().add(101)
+        return "".join(traceback.format_exception(caught.value))
+
+    texts = [text()]
     entries.patch(Owner, "add", before=[("probe:a", lambda *_, **__: None)])
-    with pytest.raises(OverflowError) as caught:
-        Owner().add(101)
-    text = "".join(traceback.format_exception(caught.value))
-    assert "result = original(*args, **kwargs)" in text
-    assert text.rstrip().endswith("OverflowError: 101")
+    texts.append(text())
+    assert texts[0] == texts[1]
 
 
-def test_hooks_of_all_modules_are_taken_away_whatever_happened(entries: Entries) -> None:
-    """Off is off, also where an exception came between the hook and the note of it."""
+def test_looks_at_all_modules_end_whatever_happened(entries: Entries) -> None:
+    """Off is off, also where an exception came before that was noted."""
+    entries.on_modules()
     seen: list[Any] = []
     hook = entries.after_modules("probe:a", lambda module, args, output: seen.append(type(module)))
     hook.on()
     nn.Linear(1, 1)(torch.ones(1))
-    hook._handle, hook.is_on = None, False  # as an exception would leave it
-    entries.tidy()
-    assert not torch.nn.modules.module._global_forward_hooks
+    hook.is_on = False  # as an exception would leave it
+    entries.calls.tidy()
+    assert entries.calls.idle
     nn.Linear(1, 1)(torch.ones(1))
     assert seen == [nn.Linear]
 
@@ -840,7 +945,7 @@ def test_whatever_registers_is_described() -> None:
     tree = ast.parse((_PACKAGE / "probes" / "entries.py").read_text(encoding="utf-8"))
     (kind,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Entries"]
     methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
-    lasting = {"_patch", "_patch_home", "on_step"}  # these are listed as they are put in place
+    lasting = {"_patch", "_patch_home", "on_step", "on_modules"}  # these are listed as they are put in place
     found = {name for name, node in methods.items() if {*_registrations(ast.Module([node], []))}} - lasting
     found |= {name for name, node in methods.items() if "ModuleHook(" in ast.unparse(node)} - {"__init__", "tidy"}
     assert found - {"close"} <= {*entries_module.PASSING}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as imported
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from ddpdebug.detectors.rcp.rcp820_eval_not_deterministic import EvalNotDeterministic
@@ -202,8 +201,7 @@ def evaluate(net: nn.Module, times: int = 4) -> list[EvalDraws]:
         told += [draws for draws in [chance.end(net)] if draws is not None]
         assert torch.equal(got, expected[0])
         assert torch.equal(torch.default_generator.get_state(), expected[1])
-        assert not hooks._global_forward_hooks
-        assert not hooks._global_forward_pre_hooks
+        assert entries_of(GUARD).calls.idle
     return told
 
 
@@ -320,12 +318,11 @@ def test_nothing_stays_behind_when_forward_raises() -> None:
     assert chance.end(net) is None
     net.mc = False
     chance.begin(net)
-    assert hooks._global_forward_hooks
+    assert not entries_of(GUARD).calls.idle
     with pytest.raises(RuntimeError, match="no"):
         net(torch.zeros(2, 4))
     chance.release()
-    assert not hooks._global_forward_hooks
-    assert not hooks._global_forward_pre_hooks
+    assert entries_of(GUARD).calls.idle
     net.mc = True
     chance.begin(net)
     net(torch.zeros(2, 4))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 from ddpdebug.detectors.data.data908_input_scale import InputScale
@@ -31,7 +30,7 @@ def look(model: nn.Module, x: torch.Tensor) -> list[dict[str, Any]]:
         inputs.begin(lambda: [x])
         model(x)
         inputs.end()
-    assert not hooks._global_forward_pre_hooks  # nothing stays behind
+    assert ENTRIES.calls.idle  # nothing stays behind
     return told
 
 
@@ -110,7 +109,7 @@ def test_cut(between: str, names: list[str] | None) -> None:
     cuts.begin([x, given])
     cuts.release()  # the forward has raised
     assert found is None or (found.after, found.before) == ("one", "two")
-    assert not hooks._global_forward_hooks
+    assert ENTRIES.calls.idle
 
 
 class Parts(nn.Module):
@@ -151,7 +150,7 @@ def run_parts(how: str) -> dict[str, Any] | None:
         optimizer.step()
         optimizer.zero_grad()
     seen.release()
-    assert not hooks._global_forward_hooks
+    assert ENTRIES.calls.idle
     return seen.found()
 
 

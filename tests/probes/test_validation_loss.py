@@ -20,6 +20,7 @@ from torch.nn.modules import module as hooks
 from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loop_calls import LoopCalls
 from ddpdebug.probes.record import SinceLastStep, StepRecord, encode_row
 from ddpdebug.probes.training_events import (
@@ -328,13 +329,11 @@ def test_tensors_of_several_numbers_are_left_alone() -> None:
 def no_hooks() -> Iterator[None]:
     """No test leaves a hook behind, whatever it has looked at."""
     yield
-    tables = (hooks._global_forward_hooks, hooks._global_module_registration_hooks)
-    for table in tables:
-        table.clear()
+    hooks._global_module_registration_hooks.clear()
 
 
-def is_hooked() -> bool:
-    return bool(hooks._global_forward_hooks)
+def is_hooked(script: Script) -> bool:
+    return not entries_of(script.guard).calls.idle
 
 
 @pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode])
@@ -421,43 +420,43 @@ def test_odd_outputs_of_loss_modules_are_let_pass(output: Any) -> None:
 def test_training_never_meets_the_hook() -> None:
     """It lies there from a step to the next forward with gradients, of whatever model that trains."""
     script = evaluating()
-    assert not is_hooked()
+    assert not is_hooked(script)
     script.train()
-    assert is_hooked()
+    assert is_hooked(script)
     with torch.no_grad():
         script.model(X[:, :2])
     nn.Linear(4, 1)(X)  # of somebody else
-    assert is_hooked()
+    assert is_hooked(script)
     script.model(X[:, :2])
-    assert not is_hooked()
+    assert not is_hooked(script)
     script.train()
     script.bus.emit(ModuleForwardBegan(script.model, (), {}))
-    assert not is_hooked()
+    assert not is_hooked(script)
     script.train()
     script.forward_of_the_wrapper()
-    assert not is_hooked()
+    assert not is_hooked(script)
 
 
 def test_no_hook_beside_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model warns of hooks on all modules: once they are released they do not come back.
+    """What runs as a graph is not seen: once the looks are released they do not come back.
 
     That making one releases them is seen by the situation `compile_evaluation`.
     """
     script = evaluating()
     script.train()
-    assert is_hooked()
+    assert is_hooked(script)
     compiled = torch.compile(script.model, backend="eager")
     script.evaluations.release()
-    assert not is_hooked()
+    assert not is_hooked(script)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         compiled(X[:, :2])
     script.train()
-    assert not is_hooked()
+    assert not is_hooked(script)
     torch._dynamo.reset()
     monkeypatch.setattr(internals, "anything_compiled", lambda: True)
     script.train()
-    assert not is_hooked()
+    assert not is_hooked(script)
 
 
 @pytest.mark.parametrize("source", ["told", "functions"])
@@ -465,7 +464,7 @@ def test_where_the_user_wants_no_look_at_modules(source: str) -> None:
     """Their losses are not counted beside those of the functions that they call."""
     script = Script(evaluating().model, source)
     script.train(5)
-    assert is_hooked() == (source == "functions")
+    assert is_hooked(script) == (source == "functions")
     with torch.no_grad():
         nn.MSELoss()(script.model(X[:, :2]), Z[:, :2])
     assert told(script.train(5)) == []

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.probes.entries import Entries, ModuleHook
+from ddpdebug.probes.entries import Entries
+from ddpdebug.probes.module_calls import ModuleHook
 from ddpdebug.probes.values import rng_digest
 from ddpdebug.schema.announcements import DrawingModule, DropoutCall, EvalDraws
 

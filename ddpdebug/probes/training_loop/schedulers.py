@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import calling_frame, is_user_file, user_location
 from ddpdebug.probes.entries import Entries
 from ddpdebug.schema.announcements import UnusedSchedule
@@ -72,6 +73,8 @@ class Schedules:
     def called(self, scheduler: Any) -> None:
         """Note a call; those that torch makes itself, in a constructor or for a part, do not count."""
         calls, caller = self._of(scheduler), calling_frame()
+        if caller is not None and internals.NOTED in caller.f_code.co_varnames:
+            caller = caller.f_back  # it is the method itself, in whose code the look lies
         if caller is None or not is_user_file(caller.f_code.co_filename):
             calls.inner += 1
             return

@@ -124,7 +124,7 @@ class Evaluations:
         """An optimizer has stepped: an evaluation may follow."""
         if self._source == "told" or self._state.in_backward or self._threads.several:
             return
-        if internals.anything_compiled():  # a compiled model warns where hooks lie on all modules
+        if internals.anything_compiled():  # what of a model runs as a graph is not seen
             self.release()
             return
         models = self._state.models()

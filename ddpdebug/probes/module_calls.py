@@ -1,0 +1,165 @@
+"""Looks at the calls of modules: one place in the code of `torch.nn.Module.__call__`, and nothing on modules.
+
+Torch's hooks would be seen: those of all modules lie in dictionaries that attention asks before it takes its fast path,
+and any hook makes a forward run a frame deeper. A call that nobody looks at costs one test of a flag and of a number.
+What a look is given are the arguments of the call, before hooks of the user's, and what it returns, after these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.threads import Threads
+
+#: A call that is not looked at, in the variables of `Module.__call__`.
+ALSO = " and id(self) not in look.of"
+
+
+class Door(Protocol):
+    """What looks at the calls of models; see `function_code.Around`."""
+
+    def begins(self, args: Any, kwargs: Any) -> Any:
+        """Look at a call that begins."""
+
+    def ended(self, noted: Any, result: Any) -> Any:
+        """Look at what it returns."""
+
+    def failed(self, noted: Any) -> None:
+        """Look at what it raises."""
+
+
+class ModuleCalls:
+    """What looks at the calls of modules now."""
+
+    def __init__(self, guard: Guard, threads: Threads) -> None:
+        self.idle, self.closed = True, False  # nothing looks at all modules; nothing looks at any
+        self.of: dict[int, tuple[OneModule, ...]] = {}  # id of a module whose calls are looked at, and by what else
+        self.guard, self.threads = guard, threads
+        self.models: Door | None = None  # looks at the calls of modules that are followed
+        self._before: tuple[ModuleHook, ...] = ()
+        self._after: tuple[ModuleHook, ...] = ()
+
+    # --- what looks ---------------------------------------------------------------------------------------------------
+
+    def follow(self, module: torch.nn.Module) -> None:
+        """Let `models` see the calls of a module; it has to know by itself which one it is."""
+        self.of.setdefault(id(module), ())
+
+    def unfollow(self) -> None:
+        """Let `models` see no calls any more."""
+        self.of = {key: looks for key, looks in self.of.items() if looks}
+
+    def tidy(self, *hooks: ModuleHook) -> None:
+        """Let the hooks that are on see the calls of all modules: these and those that did before."""
+        known = dict.fromkeys((*self._before, *self._after, *hooks))
+        self._before = tuple(hook for hook in known if hook.is_on and not hook.is_after)
+        self._after = tuple(hook for hook in known if hook.is_on and hook.is_after)
+        self.idle = self.closed or not (self._before or self._after)
+
+    def close(self) -> None:
+        """Look no more."""
+        self.idle = self.closed = True
+        self.of = {}
+
+    # --- the calls ----------------------------------------------------------------------------------------------------
+
+    def begins(self, args: Any, kwargs: Any) -> Any:
+        """Look at a call that begins."""
+        if self.closed or torch.compiler.is_compiling() or internals.is_tracing():
+            return None
+        module, given = args[0], args[1:]
+        for hook in self._before:
+            hook.look(module, given)
+        own = self.of.get(id(module))
+        if own is None:
+            return args, None
+        for one in own:
+            if one.module() is module:
+                self.guard.run(one.part, one.look, module, given)
+        return args, None if self.models is None else self.models.begins(args, kwargs)
+
+    def ended(self, noted: Any, result: Any) -> Any:
+        """Look at what a call returns."""
+        if noted is not None and not self.closed:
+            args, model = noted
+            if model is not None and self.models is not None:
+                self.models.ended(model, result)
+            for hook in self._after:
+                hook.look(args[0], args[1:], result)
+        return result
+
+    def failed(self, noted: Any) -> None:
+        """Look at what a call raises."""
+        if noted is not None and not self.closed:
+            args, model = noted
+            if model is not None and self.models is not None:
+                self.models.failed(model)
+            for hook in self._after:
+                if hook.always_called:
+                    hook.look(args[0], args[1:], None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Nobody, ()
+
+
+class _Nobody:
+    """What a copy of all this is: it looks at nothing."""
+
+    idle, of = True, frozenset[int]()
+
+
+class OneModule:
+    """A look before the calls of one module."""
+
+    __slots__ = ("_calls", "_key", "look", "module", "part")
+
+    def __init__(self, calls: ModuleCalls, part: str, module: torch.nn.Module, look: Callable[..., None]) -> None:
+        self.part, self.look, self.module = part, look, weakref.ref(module)
+        self._calls, self._key = calls, id(module)
+        if not calls.closed:
+            calls.of[self._key] = (*calls.of.get(self._key, ()), self)
+
+    def remove(self) -> None:
+        """Look no more."""
+        if self._key in self._calls.of:
+            self._calls.of[self._key] = tuple(one for one in self._calls.of[self._key] if one is not self)
+
+
+class ModuleHook:
+    """A look at the calls of all modules in the followed thread, while it is on."""
+
+    def __init__(
+        self, calls: ModuleCalls, part: str, look: Callable[..., None], *, is_after: bool, always_called: bool = False
+    ) -> None:
+        self.is_on, self.is_after, self.always_called = False, is_after, always_called
+        self._calls, self._part, self._look = calls, part, look
+        self._kinds: frozenset[type] = frozenset()
+
+    def on(self, kinds: Iterable[type] = ()) -> None:
+        """Look from here on, at modules of these classes and of those that inherit from them; at all without any."""
+        self._kinds = frozenset(kinds)
+        if not self.is_on and not self._calls.closed:
+            self.is_on = True
+            self._calls.tidy(self)
+
+    def off(self) -> None:
+        """Look no more."""
+        if self.is_on:
+            self.is_on = False
+            self._calls.tidy(self)
+
+    def look(self, *args: Any) -> None:
+        """Let the probe look at one call; nothing of it changes."""
+        guard = self._calls.guard
+        if self._kinds and self._kinds.isdisjoint(type(args[0]).__mro__):
+            return
+        if self._part in guard.off:
+            self.off()
+        elif self.is_on and self._calls.threads.is_here():
+            guard.run(self._part, self._look, *args)
