@@ -136,8 +136,8 @@ def _surround(target: Target) -> None:
         first, name = os.getcwd(), "-m"  # noqa: PTH109
     else:
         first, name = os.path.dirname(os.path.realpath(target.name)), target.name  # noqa: PTH120
-        if _importer(name) is not None:
-            first = name
+        if _importer(_joined(name)) is not None:
+            first = _joined(name)
             if sys.flags.safe_path:
                 sys.path.insert(0, first)  # as Python does for what it imports `__main__` from
     sys.argv[:] = [name, *target.args]
@@ -151,11 +151,12 @@ def _execute(target: Target) -> None:
     scope["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         scope["__annotations__"] = {}
-    sys.modules["__main__"] = main
-    if target.module or _importer(target.name) is not None:
+    if target.module or _importer(_joined(target.name)) is not None:
+        sys.modules["__main__"] = main  # seen by the packages that are imported on the way
         code = _load_module(target, scope)
     else:
         code = _load_script(target.name, scope)
+        sys.modules["__main__"] = main
     exec(code, scope)  # noqa: S102 - running the user's script is what this is for
 
 
@@ -173,10 +174,15 @@ def _load_script(name: str, scope: dict[str, Any]) -> CodeType:
 
 
 def _read(name: str) -> tuple[str, bytes]:
-    """Return the absolute path of a script, joined and not normalised, as Python does, and what is in it."""
-    path = os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
+    """Return the absolute path of a script and what is in it."""
+    path = _joined(name)
     with open(path, "rb") as file:  # noqa: PTH123
         return path, file.read()
+
+
+def _joined(name: str) -> str:
+    """Return the absolute path of a script, joined and not normalised, as Python does."""
+    return os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
 
 
 def _is_compiled(path: str, source: bytes) -> bool:

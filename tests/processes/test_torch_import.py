@@ -59,7 +59,7 @@ def test_it_calls_once_the_module_is_loaded(watch: ImportWatch) -> None:
 def test_it_stands_where_files_are_found(watch: ImportWatch) -> None:
     """The first and the last entry are those that a script expects."""
     names = [getattr(finder, "__name__", "") for finder in sys.meta_path]
-    assert sys.meta_path.index(watch) == names.index("PathFinder") - 1  # type: ignore[arg-type]
+    assert sys.meta_path.index(watch) == names.index("PathFinder") - 1
 
 
 def test_looking_is_not_importing(watch: ImportWatch) -> None:
@@ -123,13 +123,13 @@ def test_a_loader_of_several_modules(watch: ImportWatch) -> None:
             module.value = module.__name__
 
     class Finder:
-        loader = Loader()
+        loader: Any = Loader()
 
         def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
             del path, target
             return importlib.util.spec_from_loader(name, self.loader) if name.endswith("_module") else None
 
-    sys.meta_path.insert(sys.meta_path.index(watch) + 1, Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(sys.meta_path.index(watch) + 1, Finder())
     importlib.util.find_spec(_NAME)
     assert importlib.import_module("other_module").value == "other_module"
     assert calls == []

@@ -17,8 +17,6 @@ from torch import nn
 
 class Last:
     def __del__(self):
-        with open("last.txt", "w") as file:
-            file.write("the destructor was called")
         print("destructor")
 
 
