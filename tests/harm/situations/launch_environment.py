@@ -11,7 +11,7 @@ known = {"re", "threading", "json", "random", "click", "numpy", "torch"}
 print(sorted(known & sys.modules.keys()), sys.meta_path[0], sys.meta_path[-1])
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-os.environ["TORCH_LOGS"] = "+autograd"
+os.environ["TORCH_LOGS"] = "+onnx"
 
 import logging
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-print(torch.get_num_threads(), dist.get_debug_level(), logging.getLogger("torch.autograd").level)
+print(torch.get_num_threads(), dist.get_debug_level(), logging.getLogger("torch.onnx").level)
 print(sys.meta_path, torch.__spec__.loader.__dict__.keys(), torch.__loader__ is torch.__spec__.loader)
 torch.manual_seed(0)
 print(torch.randn(3_000_001).sum().item())  # in parts, one for each thread

@@ -1,7 +1,7 @@
 """Modules of the script's own beside it, of the same names as those that ddpdebug uses.
 
 run: alone
-under: for last; do :; done; mkdir own; cp "$(dirname "$last")/_report.py" own; cp "$last" own/train.py; for name in click tomllib html xxhash prometheus_client statistics shlex fractions; do echo 'WHOSE = "mine"' > own/$name.py; done; export PYTHONDONTWRITEBYTECODE=1; exec "${@:1:$#-1}" own/train.py
+under: for last; do :; done; mkdir own; cp "$(dirname "$last")/_report.py" own; cp "$last" own/train.py; for name in click tomllib html xxhash prometheus_client; do echo 'WHOSE = "mine"' > own/$name.py; done; export PYTHONDONTWRITEBYTECODE=1; exec "${@:1:$#-1}" own/train.py
 """
 
 import sys
@@ -16,13 +16,10 @@ import torch
 from _report import report, start, train
 from torch import nn
 
-import fractions
 import prometheus_client
-import shlex
-import statistics
 import xxhash
 
-print([module.WHOSE for module in (fractions, prometheus_client, shlex, statistics, xxhash)])
+print([module.WHOSE for module in (prometheus_client, xxhash)])
 start()
 model = nn.Linear(16, 4)
 optimizer = torch.optim.SGD(model.parameters(), 1e-2)

@@ -11,7 +11,7 @@ from _report import report, start, train
 from torch import nn
 
 start()
-print(sys.argv, sys.path[0], __file__.rpartition("/")[2], __spec__.name, type(__loader__).__name__, __package__)
+print(sys.argv, sys.path[0].rpartition("/")[2], __file__.rpartition("/")[2], __spec__.name, type(__loader__).__name__, __package__)
 model = nn.Linear(16, 4)
 optimizer = torch.optim.SGD(model.parameters(), 1e-2)
 losses = train(model, optimizer)
