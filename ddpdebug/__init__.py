@@ -5,12 +5,12 @@ Importing the package loads neither torch nor anything heavy; the public names d
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from ddpdebug._version import __version__ as __version__
 
+TYPE_CHECKING = False  # that of `typing`, which a script need not load
 if TYPE_CHECKING:
+    from typing import Any
+
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.monitor.attach import DebugDDP, expect_growth, observe, watch
     from ddpdebug.monitor.monitor import Monitor
@@ -56,6 +56,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ddpdebug' has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - not before it is needed
+
     module = importlib.import_module(home)
     return globals().get(name) or getattr(module, name)  # a package of that name is there now, and can be called
 

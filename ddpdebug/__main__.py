@@ -7,4 +7,6 @@ import sys
 from ddpdebug.commands import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status:  # else it ends as a script does, which under `python -i` goes on at the prompt
+        sys.exit(status)

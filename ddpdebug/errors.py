@@ -40,11 +40,14 @@ class UsageError(DdpdebugError, ValueError):
     """The caller asked for something that does not exist or cannot be; nothing has been started."""
 
     exit_code = 2
-    by_script = False  # raised while the user's script ran, which may call us: its traceback is the script's
 
 
 class TargetError(UsageError):
-    """There is nothing to run under the name that was given."""
+    """There is nothing to run under the name that was given; `run` exits with the status that Python has then."""
+
+    def __init__(self, message: str, status: int = UsageError.exit_code) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class FindingError(DdpdebugError, RuntimeError):

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.printing import say
+
 GOOD, BAD, SKIP = "good", "bad", "skip"
 _EXIT = {GOOD: 0, BAD: 1, SKIP: 125}
 _MAX_FINDINGS = 3
@@ -65,7 +67,7 @@ def probe(plan: Plan, tree: Path, commit: str) -> dict[str, Any]:
     folder = Path(plan.folder) / "found"
     folder.mkdir(exist_ok=True)
     (folder / f"{commit}.json").write_text(json.dumps(record), encoding="utf-8")
-    print(f"ddpdebug: bisect: {commit[:12]} {answer} ({record['verdict']})", file=sys.stderr, flush=True)
+    say(f"ddpdebug: bisect: {commit[:12]} {answer} ({record['verdict']})\n")
     return record
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ddpdebug.ci.selftest import FAULT, FAULTS, STEPS, Fault, Proof, prove
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
+from ddpdebug.printing import say
 from ddpdebug.processes.launch import Request
 from ddpdebug.run_directory.reader import read_findings, read_ignored_findings, read_steps
 
@@ -37,7 +37,7 @@ def record_path(request: Request, directory: Path, start: Start) -> Verdict:
         return _noted(verdict, f"{target.name} was not written: only a clean run with optimizer steps can be recorded")
     courses = [first]
     for number, (shaken, what) in enumerate((("0", "again"), ("1", "with rounding errors added"))):
-        print(f"ddpdebug: record: running the script {what}", file=sys.stderr, flush=True)
+        say(f"ddpdebug: record: running the script {what}\n")
         place = directory / "record" / str(number)
         place.mkdir(parents=True, exist_ok=True)
         _, course = _follow(request, place, start, shaken)
@@ -114,7 +114,7 @@ def prove_detectors(request: Request, directory: Path, start: Start) -> Verdict:
 def _prove(
     request: Request, fault: Fault, healthy: frozenset[str], directory: Path, start: Start, scratch: Path
 ) -> Proof:
-    print(f"ddpdebug: self-test: {fault.meaning}", file=sys.stderr, flush=True)
+    say(f"ddpdebug: self-test: {fault.meaning}\n")
     folder = scratch / fault.name
     folder.mkdir()
     place = directory / "self-test" / fault.name

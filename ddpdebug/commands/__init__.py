@@ -1,90 +1,79 @@
-"""The command line: one file for each command. Importing this loads click, never torch or rich."""
+"""The command line: one file for each command.
+
+What runs a script in this process loads next to nothing before the script does: the line is read in a fork of it.
+"""
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
-from collections.abc import Callable, Sequence
 
-import click
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-from ddpdebug._version import __version__
-from ddpdebug.errors import UsageError, did_you_mean
-
-COMMANDS = (
-    "run",
-    "check",
-    "preflight",
-    "verdict",
-    "bisect",
-    "equivalence",
-    "explain",
-    "replay",
-    "memory",
-    "report",
-    "top",
-    "stacks",
-    "dashboards",
-    "annotations",
-    "hub",
-    "doctor",
-)
-
-#: What a command does once its line is right; called outside of click, which would catch what a script raises.
-Action = Callable[[], int]
-
-
-class _Commands(click.Group):
-    """Loads a command when it is asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name not in COMMANDS:
-            raise UsageError(f"unknown command {cmd_name!r}; {did_you_mean(cmd_name, COMMANDS)}")
-        command: click.Command = importlib.import_module(f"ddpdebug.commands.{cmd_name}").command
-        return command
+    from ddpdebug.commands._rank import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what a user's script raises passes through."""
     words = list(sys.argv[1:] if argv is None else argv)
+    outcome = _read_aside(words) if _becomes_script(words) and "click" not in sys.modules else _read(words)
+    if isinstance(outcome, int):
+        return outcome
+    from ddpdebug.commands._rank import carry_out  # noqa: PLC0415 - not for other commands
+
+    return carry_out(outcome)
+
+
+def _becomes_script(words: Sequence[str]) -> bool:
+    """Tell whether a line may run a script in this process."""
+    in_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return words[:1] == ["run"] or (words[:1] == ["check"] and in_rank)
+
+
+def _read(words: Sequence[str]) -> int | Plan:
+    """Read a line and do what it says, but for running a script here: return the plan for that, or an exit code."""
+    from ddpdebug.commands._line import carry_out  # noqa: PLC0415 - loads click
+
+    return carry_out(words)
+
+
+def _read_aside(words: Sequence[str]) -> int | Plan:
+    """Read a line in a process of its own, so that what this loads is not loaded here."""
+    import marshal  # noqa: PLC0415 - built in
+
+    _flush()
+    reading, writing = os.pipe()
     try:
-        action = _parse(words or ["--help"])
-    except (click.ClickException, UsageError) as error:
-        return _fail(error)
-    if not callable(action):
-        return action or 0  # --help, --version
-    try:
-        return action()
-    except UsageError as error:
-        if error.by_script:
-            raise
-        return _fail(error)
+        process = os.fork()
+    except OSError:  # no more processes
+        os.close(reading)
+        os.close(writing)
+        return _read(words)
+    if process == 0:
+        try:
+            os.close(reading)
+            outcome = marshal.dumps(_read(words))
+            _flush()
+            with os.fdopen(writing, "wb") as file:
+                file.write(outcome)
+        except BaseException:  # noqa: BLE001 - the interpreter's own report, and nothing else of its end
+            sys.excepthook(*sys.exc_info())
+        finally:
+            _flush()
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        told = file.read()
+    os.waitpid(process, 0)
+    outcome: int | Plan = marshal.loads(told) if told else 1  # noqa: S302 - written by ourselves
+    return outcome
 
 
-def _parse(words: list[str]) -> Action | int | None:
-    group = _Commands("ddpdebug", help="Find out, while a DDP job runs, why it goes wrong.")
-    group = click.version_option(__version__, message="%(prog)s %(version)s")(group)
-    result: Action | int | None = group.main(words, prog_name="ddpdebug", standalone_mode=False)
-    return result
-
-
-def _unknown_option(error: click.NoSuchOption) -> str:
-    command = error.ctx.command if error.ctx else None
-    shown = [p for p in command.params if not getattr(p, "hidden", False)] if command else []
-    names = [name.removeprefix("--") for p in shown for name in p.opts if name.startswith("--")]
-    name = error.option_name.lstrip("-")
-    return f"unknown option {error.option_name}; {did_you_mean(name, names, prefix='--')}"
-
-
-def _fail(error: Exception) -> int:
-    message = str(error)
-    if isinstance(error, click.NoSuchOption):
-        message = _unknown_option(error)
-    elif isinstance(error, click.ClickException):
-        text = error.format_message()
-        message = text[:1].lower() + text[1:].rstrip(".")
-    print(f"ddpdebug: error: {' '.join(message.split())}", file=sys.stderr)
-    return UsageError.exit_code
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue

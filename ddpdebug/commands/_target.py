@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from ddpdebug.commands._rank import Plan
 from ddpdebug.config.settings import Config, Option, options
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import TargetError, UsageError, did_you_mean
@@ -36,11 +37,11 @@ class TargetCommand(click.Command):
         return ["[OPTIONS]", "{SCRIPT | -m MODULE} [ARGS]..."]
 
 
-def target_command(name: str, act: Callable[..., int], text: str, *extra: click.Option) -> TargetCommand:
+def target_command(name: str, act: Callable[..., int | Plan], text: str, *extra: click.Option) -> TargetCommand:
     """Return the command `name`, with the options that `Config` has for it, that calls `act` with the request."""
 
     @click.pass_context
-    def callback(ctx: click.Context, /, **values: Any) -> Callable[[], int]:
+    def callback(ctx: click.Context, /, **values: Any) -> Callable[[], int | Plan]:
         hidden = {option.name for option in extra}
         given = {key: value for key, value in values.items() if value not in (None, ()) and key not in hidden}
         request = prepare(given, ctx.obj, name)

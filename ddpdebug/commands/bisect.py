@@ -16,6 +16,7 @@ from ddpdebug.ci.bisect_probe import GOOD, SKIP, Plan, probe
 from ddpdebug.commands._target import TargetCommand, click_option, target_of
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import UsageError
+from ddpdebug.printing import say
 from ddpdebug.sinks.text import clean
 
 _TEXT = """Find the commit that turned the verdict of `ddpdebug check` bad, with `git bisect run`.
@@ -114,7 +115,7 @@ def _title(commit: str, tree: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"ddpdebug: bisect: {text}", file=sys.stderr, flush=True)
+    say(f"ddpdebug: bisect: {text}\n")
 
 
 #: No hook of the repository runs because of us.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import sys
 import tempfile
@@ -14,48 +13,45 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
-from ddpdebug.ci.publish import Witness, judge_directory, publish, reported, with_ignored
-from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
+from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
+from ddpdebug.commands._rank import CHECK, Plan, planned
 from ddpdebug.commands._target import target_command
-from ddpdebug.commands.run import Ending, attach
 from ddpdebug.config.settings import Config, run_directory
-from ddpdebug.disk import PRIVATE, Disk, mode_of
+from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
-from ddpdebug.isolation.background import Timer
 from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import OVER, RUN_ID, Request, rank_words, ranks_environment, torchrun_words
-from ddpdebug.processes.script import Attached, end_hard, run_script
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.progress.asked import Asking
 from ddpdebug.progress.boxes import MAX_RANKS
-from ddpdebug.run_directory.reader import CHECK, FINDINGS, RANKS, SPAWNED, STACKS, read_findings, read_run, read_spawned
-from ddpdebug.schema.coverage import Coverage
-from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.hangs import Standing, is_hang, name_of
+from ddpdebug.run_directory.reader import (
+    CHECK as WITNESS,
+    FINDINGS,
+    RANKS,
+    SPAWNED,
+    STACKS,
+    read_findings,
+    read_run,
+    read_spawned,
+)
+from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.hangs import Standing, is_hang
 
 _TEXT = """Run a training script like `ddpdebug run`, print a verdict and exit with it.
 
 Exit codes: 0 clean, 1 findings at or above --fail-on, 2 wrong usage, 3 the script failed, 4 hang or lost rank. What was
 not checked is said; with --require-checks it exits with 1.
 """
-#: How long rank 0 waits under torchrun and srun for the others to say how they ended; who is silent then is lost.
-_REPORT_SECONDS = 60.0
-#: How long another rank that fails leaves rank 0 the first word.
-_PEERS_SECONDS = 3.0
-#: How long a rank with findings waits for a rank 0 that is still at work, for example writing a checkpoint.
-_SLOW_SECONDS = 60.0
-#: How long another rank needs to write and print the verdict.
-_PUBLISHING_SECONDS = 1.0
 
 
-def _act(request: Request) -> int:
+def _act(request: Request) -> int | Plan:
     config = request.config
     modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
     if len(modes) > 1:
         raise UsageError(f"{modes[0]} and {modes[1]} do different things; give one of them")
     if request.in_rank and modes:
         raise UsageError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
-    return _as_rank(request) if request.in_rank else _from_outside(request)
+    return planned(request, CHECK) if request.in_rank else _from_outside(request)
 
 
 # --- started by a person or a CI job: the ranks are our children ----------------------------------------------------
@@ -179,7 +175,7 @@ def _directory(config: Config, run_id: str) -> Path:
     directory = config.out or Path.cwd() / run_directory(run_id, datetime.now(UTC))
     try:
         Disk(mode_of(config.file_mode)).begin(directory)
-        (directory / CHECK).unlink(missing_ok=True)  # of an earlier run
+        (directory / WITNESS).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
         if config.out is None:
             return Path(tempfile.mkdtemp(prefix=f"ddpdebug-{run_id}-"))
@@ -212,139 +208,6 @@ def _statuses(status: int | None, failures: Path, world: int, *, launched: bool)
     except (OSError, ValueError):
         return dict.fromkeys(range(world), status)  # the launcher itself failed
     return {int(rank): int(code) for rank, code in record.items()}
-
-
-# --- under torchrun: this process is one rank -----------------------------------------------------------------------
-
-
-def _as_rank(request: Request) -> int:
-    rank = int(os.environ["RANK"])
-    ending = Ending()
-    deadlines: list[Timer] = []
-
-    def before() -> Attached:
-        deadlines.append(Timer("ddpdebug-timeout", request.config.timeout, _give_up, ending, request, rank))
-        ending.monitor = attach(request, strict=True)
-        if ending.monitor is not None:
-            ending.monitor.ends_hang = lambda hang: _give_up(ending, request, rank, hang)
-        return ending
-
-    def conclude() -> int | None:
-        for deadline in deadlines:
-            deadline.cancel()
-        if ending.exit_code is None:
-            return None
-        return _conclude(ending, request, rank)
-
-    end_hard(conclude)  # the last thing that happens: the script's traceback stands above the verdict
-    run_script(request.target, before=before)
-    return 0
-
-
-def _give_up(ending: Ending, request: Request, rank: int, hang: Finding | None = None) -> None:
-    code = _conclude(ending, request, rank, timed_out=hang is None, hang=hang)
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _conclude(
-    ending: Ending, request: Request, rank: int, *, timed_out: bool = False, hang: Finding | None = None
-) -> int:
-    """Judge by what this rank knows, see to it that one rank publishes a verdict, and return the exit code."""
-    config, world = request.config, int(os.environ["WORLD_SIZE"])
-    findings: list[Finding] = list(getattr(ending.monitor, "findings", ()))
-    if hang is not None and name_of(hang) not in map(name_of, filter(is_hang, findings)):
-        findings.append(hang)  # another rank has judged it
-    directory: Path | None = getattr(ending.monitor, "directory", None)
-    run_id = str(getattr(ending.monitor, "run_id", ""))
-    disk = Disk(mode_of(config.file_mode))
-    places = _places(directory, rank, world, disk) if timed_out else {}
-    outcomes = {} if directory is None else reported(directory)
-    if rank == 0 and directory is not None and not timed_out and hang is None and ending.exit_code == 0:
-        deadline = time.monotonic() + (0.0 if _never_met(ending.monitor) else _REPORT_SECONDS)
-        while len(outcomes) < world and time.monotonic() < deadline and not _is_bad(outcomes):
-            time.sleep(0.2)
-            outcomes = reported(directory)
-    if ending.reason is not None:
-        steps = outcomes[rank].steps if rank in outcomes else {}
-        outcomes[rank] = Outcome(rank=rank, reason=ending.reason, exit_code=ending.exit_code, steps=steps)
-    # only rank 0 has waited for all: to another one, a rank that has said nothing may be at work or on another node
-    unknown = timed_out or hang is not None or (rank == 0 and not _never_met(ending.monitor))
-    statuses = {} if unknown else dict.fromkeys(range(world), 0)
-    verdict = judge(
-        findings,
-        outcomes,
-        world=world,
-        fail_on=Severity.parse(config.fail_on),
-        timed_out=timed_out,
-        hung=hang is not None,
-        statuses=statuses,
-        places=places,
-    )
-    coverage: Coverage | None = getattr(ending.monitor, "coverage", None)
-    verdict = with_coverage(verdict, coverage, required=config.require_checks, ranks=config.nproc_per_node)
-    verdict = with_ignored(verdict, directory)
-    claim = None if directory is None else directory / f".verdict-{run_id}"
-    if _publishes(verdict, claim, rank):
-        if directory is not None:
-            seen = statuses if rank == 0 else {}
-            witness = Witness(
-                run=run_id,
-                world=world,
-                timed_out=timed_out,
-                hung=hang is not None,
-                places=places,
-                statuses=seen,
-                asked=config.nproc_per_node,
-            )
-            witness.save(directory, disk)
-        return publish(verdict, config, directory, request.target.name)
-    return verdict.exit_code
-
-
-def _never_met(monitor: object) -> bool:
-    """Return whether this rank never heard the others: their reports cannot have come to its directory."""
-    coverage: Coverage | None = getattr(monitor, "coverage", None)
-    return coverage is not None and coverage.joined is None and bool(coverage.apart)
-
-
-def _is_bad(outcomes: Mapping[int, Outcome]) -> bool:
-    """Return whether a rank has failed: the launcher ends the silent ones then, and none need be waited for."""
-    return any(outcome.exit_code not in {0, None} for outcome in outcomes.values())
-
-
-def _places(directory: Path | None, rank: int, world: int, disk: Disk) -> dict[int, str]:
-    """Write this rank's stacks and read those of the others, which write theirs at the same moment."""
-    folder = (directory or Path(tempfile.mkdtemp(prefix="ddpdebug-"))) / RANKS
-    found = {rank: stacks.place(stacks.write_now(folder / str(rank) / STACKS, disk))}
-    print(f"ddpdebug: rank {rank} did not end in time: {found[rank]}", file=sys.stderr, flush=True)
-    if directory is not None:
-        time.sleep(stacks.PATIENCE_SECONDS)
-        for other in set(range(world)) - {rank}:
-            with contextlib.suppress(OSError):
-                found[other] = stacks.place((folder / str(other) / STACKS).read_text(encoding="utf-8"))
-    return found
-
-
-def _publishes(verdict: Verdict, claim: Path | None, rank: int) -> bool:
-    """Return whether this rank publishes the verdict: rank 0, or the first to fail while rank 0 says nothing.
-
-    torchrun ends all ranks as soon as one exits with an error, so a rank that is going to waits for rank 0's verdict.
-    """
-    if claim is None or (rank != 0 and verdict.exit_code == 0):
-        return rank == 0
-    if rank != 0:
-        deadline = time.monotonic() + (_SLOW_SECONDS if verdict.word is Word.FINDINGS else _PEERS_SECONDS + 1)
-        while not claim.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-    try:
-        claim.touch(PRIVATE, exist_ok=False)
-    except FileExistsError:
-        time.sleep(_PUBLISHING_SECONDS)
-        return False
-    except OSError:
-        return rank == 0
-    return True
 
 
 command = target_command("check", _act, _TEXT)

@@ -17,6 +17,7 @@ from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
 from ddpdebug.commands._target import load_factory, split_factory
 from ddpdebug.errors import UsageError, essence
+from ddpdebug.printing import say
 from ddpdebug.processes.launch import OVER, RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
@@ -89,18 +90,18 @@ def _conclude(verdict: Verdict, options: Mapping[str, Any]) -> int:
         try:
             options["json_file"].write_text(to_json(verdict, None), encoding="utf-8")
         except OSError as error:
-            print(f"ddpdebug: could not write {str(options['json_file'])!r}: {error.strerror}", file=sys.stderr)
+            say(f"ddpdebug: could not write {str(options['json_file'])!r}: {error.strerror}\n")
     world = options["nproc_per_node"]
     equal = f"{world} ranks train like one process in {options['steps']} steps"
     word = f"equivalent: {equal}" if verdict.word is Word.CLEAN else verdict.word.value
-    print(f"ddpdebug: verdict: {word} (exit {verdict.exit_code})", file=sys.stderr)
+    say(f"ddpdebug: verdict: {word} (exit {verdict.exit_code})\n")
     for finding in (*verdict.failing, *verdict.others):
-        print(f"  {finding.code} {finding.severity.label}: {clean(finding.title)}", file=sys.stderr)
+        say(f"  {finding.code} {finding.severity.label}: {clean(finding.title)}\n")
         for label, lines in parts(finding, world):
             for line in lines:
-                print(f"    {label:9}{line}", file=sys.stderr)
+                say(f"    {label:9}{line}\n")
     for who, words in verdict.ends(verdict.blamed).items():
-        print(f"  {who}: {clean(essence(words))}", file=sys.stderr)
+        say(f"  {who}: {clean(essence(words))}\n")
     return verdict.exit_code
 
 
@@ -141,7 +142,7 @@ def _as_rank(path: str, name: str, result: Path | None, options: Mapping[str, An
 
 def _tell(record: Mapping[str, Any], rank: int, options: Mapping[str, Any]) -> int:
     if "usage" in record:
-        print(f"ddpdebug: error: {record['usage']}", file=sys.stderr)
+        say(f"ddpdebug: error: {record['usage']}\n")
         return UsageError.exit_code
     if "failed" in record:
         return Word.FAILED.exit_code

@@ -17,8 +17,9 @@ from ddpdebug.commands._target import TargetCommand, click_option, load_factory,
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
 from ddpdebug.preflight.output.results import chosen
+from ddpdebug.printing import say
 from ddpdebug.processes.launch import Request, ranks_environment, torchrun_words
-from ddpdebug.processes.script import Attached, end_hard, run_script
+from ddpdebug.processes.script import end_with, run_script
 from ddpdebug.sinks.text import clean
 
 _TEXT = """Check a training script before it trains: data, parameters, initial loss, gradients, and more.
@@ -75,7 +76,7 @@ def _from_script(request: Request, groups: Sequence[str] | None, settings: Mappi
         os.environ.update(_alone(os.environ))
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the checks look into the model, which is the same uncompiled
     codes: list[int] = []
-    end_hard(lambda: codes[0] if codes else None)  # torch may abort while the interpreter ends
+    end_with(lambda: codes[0] if codes else None)
     codes.append(_captured(request, groups, settings))
     return codes[0]
 
@@ -104,11 +105,11 @@ def _captured(request: Request, groups: Sequence[str] | None, settings: Mapping[
         where = "its first optimizer step"
         what = "the script ended without" if trouble is None else f"the script ended with {trouble} before"
         hint = "; preflight needs a script that trains, or --factory" if trouble is None else ""
-        print(f"ddpdebug: error: {what} {where}{hint}", file=sys.stderr)
+        say(f"ddpdebug: error: {what} {where}{hint}\n")
         return _FAILED
     subject = capture.subject()
     if subject is None:
-        print("ddpdebug: error: no call of a model was seen before the optimizer's step", file=sys.stderr)
+        say("ddpdebug: error: no call of a model was seen before the optimizer's step\n")
         return _FAILED
     if os.environ["RANK"] != "0":
         return 0
@@ -134,7 +135,7 @@ class _Closing:
 def _run(request: Request, capture: Any) -> str | None:
     """Run the script until it is stopped; return what it raised, after printing it as Python does."""
 
-    def before() -> Attached:
+    def before() -> _Closing:
         capture.install()
         return _Closing(capture)
 
@@ -196,7 +197,7 @@ def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: s
             files = write(checks, config.out, f"preflight: {note}")
             print(f"ddpdebug: written: {', '.join(map(str, files))}", flush=True)
         except OSError as error:
-            print(f"ddpdebug: could not write {str(config.out)!r}: {error.strerror}", file=sys.stderr)
+            say(f"ddpdebug: could not write {str(config.out)!r}: {error.strerror}\n")
     bad = {Status.FAIL, Status.WARN} if config.fail_on == "warning" else {Status.FAIL}
     return int(any(check.status in bad for check in checks))
 

@@ -6,10 +6,8 @@ come. The training thread only counts.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ddpdebug.isolation.background import Thread
+from ddpdebug.printing import say
 from ddpdebug.schema.announcements import RankCoverage
 from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
 from ddpdebug.schema.step import Step
@@ -232,9 +231,7 @@ class Covering:
             return
         who = f"rank {self._rank}: " if self._world > 1 else ""
         text = "".join(f"ddpdebug: {who}{_printable(line)}\n" for line in lines)
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        say(text)
 
     def _may_speak(self) -> bool:
         """Tell whether this rank is the one of its node that speaks besides rank 0."""

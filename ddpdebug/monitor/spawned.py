@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpdebug.errors import StopRun
+from ddpdebug.printing import say
 from ddpdebug.processes import stacks
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _reason(error: BaseException) -> str:
 
 def _tell(part: str, message: str) -> None:
     del part
-    print(f"ddpdebug: could not attach to process {os.getpid()}, it runs without it: {message}", file=sys.stderr)
+    say(f"ddpdebug: could not attach to process {os.getpid()}, it runs without it: {message}\n")
 
 
 class Starts:

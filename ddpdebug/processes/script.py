@@ -1,43 +1,43 @@
-"""Runs a script in this process as `python script.py` or `python -m module` would. Torch-free.
+"""Runs a script in this process as `python script.py` or `python -m module` would. Loads next to nothing before it.
 
 The script gets a real `__main__` module that stays until the process ends (pickling, spawned workers), its own
 `sys.argv` and `sys.path[0]`. Its exceptions leave through the interpreter's own door, which prints them, calls
-`sys.excepthook`, and sets the exit status; all that is done to them is that our frames are taken off the top.
+`sys.excepthook`, and sets the exit status; all that is done to them is that our frames are taken off the top. Its end
+is the interpreter's own, teardown included.
 """
 
 from __future__ import annotations
 
+import _frozen_importlib_external as files
 import atexit
 import builtins
-import contextlib
-import gc
-import importlib.machinery
-import importlib.util
+import marshal
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import Any, Protocol
 
-from ddpdebug.errors import StopRun, TargetError, UsageError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, TracebackType
+    from typing import Any, Protocol
 
+    class Attached(Protocol):
+        """The part of a monitor that is needed here."""
 
-class Attached(Protocol):
-    """The part of a monitor that is needed here."""
-
-    def close(self, reason: str, exit_code: int | None) -> None:
-        """End the monitor: may take a few seconds, may be called twice."""
+        def close(self, reason: str, exit_code: int | None) -> None:
+            """End the monitor: may take a few seconds, may be called twice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_Module = type(sys)
+
+
 class Target:
     """What to run: `name` is a path, or with `module` the dotted name after `-m`."""
 
-    name: str
-    args: tuple[str, ...] = ()
-    module: bool = False
+    __slots__ = ("args", "module", "name")
+
+    def __init__(self, *, name: str, args: tuple[str, ...] = (), module: bool = False) -> None:
+        self.name, self.args, self.module = name, args, module
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -45,17 +45,29 @@ class Target:
         return (*(("-m",) if self.module else ()), self.name, *self.args)
 
     def check(self) -> None:
-        """Raise TargetError where there is nothing to run; imports nothing."""
+        """Raise TargetError where there is nothing to run, with the exit code that Python has then; imports nothing."""
+        from ddpdebug.errors import TargetError  # noqa: PLC0415 - not in the process that becomes the script
+
         if self.module:
             _check_module(self.name)
-            return
-        path = Path(self.name)
-        if path.is_dir():
-            raise TargetError(f"{self.name!r} is a directory; give a script, or a package as `-m package`")
-        if not path.exists():
-            raise TargetError(f"script {self.name!r} does not exist (looked in {Path.cwd()})")
-        if not os.access(path, os.R_OK):
+        elif not os.path.exists(self.name):  # noqa: PTH110 - as in all of this file: pathlib is not loaded
+            raise TargetError(f"script {self.name!r} does not exist (looked in {os.getcwd()})")  # noqa: PTH109
+        elif not os.access(self.name, os.R_OK):
             raise TargetError(f"script {self.name!r} cannot be read")
+        elif os.path.isdir(self.name) and not _holds_main(self.name):  # noqa: PTH112
+            raise TargetError(f"{self.name!r} is a directory without __main__.py; give a script, or -m package", 1)
+
+    def check_syntax(self) -> None:
+        """Raise the SyntaxError that a script would raise; of other kinds of files nothing is known beforehand."""
+        if self.module or not os.path.isfile(self.name) or _importer(self.name) is not None:  # noqa: PTH113
+            return
+        path, source = _read(self.name)
+        if not _is_compiled(path, source):
+            import warnings  # noqa: PLC0415 - not in the process that becomes the script
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script gives them itself
+                compile(source, path, "exec", dont_inherit=True)
 
 
 def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None:
@@ -70,101 +82,122 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
     reason, exit_code = "finished", 0
     try:
         _execute(target)
-    except StopRun:
-        reason = "stopped"
     except SystemExit as error:
         exit_code = _exit_code(error)
         reason = "finished" if exit_code == 0 else f"exception: SystemExit: {error.code}"
         raise
-    except TargetError as error:
-        reason, exit_code = f"exception: TargetError: {error}", TargetError.exit_code
-        raise
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        reason = "interrupted" if interrupted else f"exception: {type(error).__name__}: {error}"
-        exit_code = 130 if interrupted else 1
-        if isinstance(error, UsageError):
-            error.by_script = True
-        _hide_our_frames(error)
-        raise
+        if _is_stop(error):
+            reason = "stopped"
+        else:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = "interrupted" if interrupted else f"exception: {type(error).__name__}: {error}"
+            exit_code = 130 if interrupted else 1
+            _hide_our_frames(error)
+            raise
     finally:
         if monitor is not None and os.getpid() == process:  # a fork that comes home is not the rank
             monitor.close(reason, exit_code)
 
 
-def end_hard(exit_code: Callable[[], int | None]) -> None:
-    """Skip the interpreter's teardown, where torch 2.13 may abort; to be called before the script runs.
+def end_with(exit_code: Callable[[], int | None]) -> None:
+    """Set the exit status once the interpreter has torn itself down; to be called before the script runs.
 
-    Everything before it still happens: threads are joined, exit handlers run, the streams are flushed.
+    What runs in C after that is left out: destructors of libraries, in which torch 2.13 may abort.
 
     Args:
         exit_code: called after the script's exit handlers, before those that were there earlier (coverage's, those of
-            a `sitecustomize`); None leaves the ending to the interpreter.
+            a `sitecustomize`); None leaves the status to the interpreter.
     """
     process = os.getpid()
 
     def conclude() -> None:
-        code = exit_code()
-        if code is None or os.getpid() != process:
-            return
-
-        def leave(*_: object) -> None:
-            if not sys.is_finalizing():  # a handler that is older than this one still runs
-                return
-            try:
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads
-                        stream.flush()
-            except RuntimeError:  # in the midst of the interpreter's own flush; more garbage is collected after it
-                return
-            os._exit(code)
-
-        gc.callbacks.insert(0, leave)  # the interpreter collects garbage between its exit handlers and its teardown
-        gc.enable()
+        if os.getpid() == process and (code := exit_code()) is not None:
+            _leave_with(code)
 
     atexit.register(conclude)  # the first registered is the last called
+
+
+def _leave_with(code: int) -> None:
+    """Have the C library end the process with a status before it runs any other handler of an exit."""
+    from ctypes import CDLL, c_int, c_void_p, cast  # noqa: PLC0415 - torch has loaded it
+
+    library = CDLL(None)
+    at_exit = getattr(library, "__cxa_atexit", None)
+    if at_exit is not None:
+        at_exit.argtypes, at_exit.restype = (c_void_p, c_void_p, c_void_p), c_int
+        for name, argument in (("_exit", code), ("fflush", None)):  # the last one is called first
+            at_exit(cast(getattr(library, name), c_void_p), argument, None)
 
 
 def _surround(target: Target) -> None:
     """Set what the script sees before its first line: `sys.argv` and `sys.path[0]`."""
     if target.module:
-        first, name = str(Path.cwd()), "-m"
+        first, name = os.getcwd(), "-m"  # noqa: PTH109
     else:
-        first, name = str(Path(target.name).resolve().parent), target.name
+        first, name = os.path.dirname(os.path.realpath(target.name)), target.name  # noqa: PTH120
+        if _importer(_joined(name)) is not None:
+            first = _joined(name)
+            if sys.flags.safe_path:
+                sys.path.insert(0, first)  # as Python does for what it imports `__main__` from
     sys.argv[:] = [name, *target.args]
     if not sys.flags.safe_path:
         sys.path[0] = first
 
 
 def _execute(target: Target) -> None:
-    main = ModuleType("__main__")
+    main = _Module("__main__")
     scope = vars(main)
     scope["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         scope["__annotations__"] = {}
-    load = _load_module if target.module else _load_script
-    code = load(target.name, scope)
-    sys.modules["__main__"] = main
+    if target.module or _importer(_joined(target.name)) is not None:
+        sys.modules["__main__"] = main  # seen by the packages that are imported on the way
+        code = _load_module(target, scope)
+    else:
+        code = _load_script(target.name, scope)
+        sys.modules["__main__"] = main
     exec(code, scope)  # noqa: S102 - running the user's script is what this is for
 
 
 def _load_script(name: str, scope: dict[str, Any]) -> CodeType:
-    path = os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118 - as Python does: joined, not normalised
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    scope.update(__file__=path, __cached__=None, __loader__=loader, __package__=None, __spec__=None)
-    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    path, source = _read(name)
+    is_compiled = _is_compiled(path, source)
+    kind = files.SourcelessFileLoader if is_compiled else files.SourceFileLoader
+    scope.update(__file__=path, __cached__=None, __loader__=kind("__main__", path), __package__=None, __spec__=None)
+    if not is_compiled:
+        return compile(source, path, "exec", dont_inherit=True)
+    if source[:4] != files.MAGIC_NUMBER:
+        raise RuntimeError("Bad magic number in .pyc file")
+    code: CodeType = marshal.loads(source[16:])  # noqa: S302 - the script
+    return code
 
 
-def _load_module(name: str, scope: dict[str, Any]) -> CodeType:
-    spec = _find(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name = f"{name}.__main__"
-        spec = _find(name)
-    if spec is None or spec.loader is None:
-        raise TargetError(f"no module named {name!r}")
-    code = getattr(spec.loader, "get_code", lambda _: None)(name)
-    if code is None:
-        raise TargetError(f"module {name!r} has no Python code")
+def _read(name: str) -> tuple[str, bytes]:
+    """Return the absolute path of a script and what is in it."""
+    path = _joined(name)
+    with open(path, "rb") as file:  # noqa: PTH123
+        return path, file.read()
+
+
+def _joined(name: str) -> str:
+    """Return the absolute path of a script, joined and not normalised, as Python does."""
+    return os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118
+
+
+def _is_compiled(path: str, source: bytes) -> bool:
+    return path.endswith(".pyc") or source[:2] == files.MAGIC_NUMBER[:2]
+
+
+def _load_module(target: Target, scope: dict[str, Any]) -> CodeType:
+    """Find a module, or what a directory or zip file runs, as `python` does: by the same functions."""
+    import runpy  # noqa: PLC0415 - the interpreter loads it for these
+
+    details: Any = runpy._get_module_details if target.module else runpy._get_main_module_details  # type: ignore[attr-defined]  # noqa: SLF001
+    try:
+        _, spec, code = details(target.name, _NotThere) if target.module else details(_NotThere)
+    except _NotThere as error:
+        sys.exit(f"{sys.executable}: {error}")
     scope.update(
         __file__=spec.origin,
         __cached__=spec.cached,
@@ -172,26 +205,51 @@ def _load_module(name: str, scope: dict[str, Any]) -> CodeType:
         __package__=spec.parent,
         __spec__=spec,
     )
-    sys.argv[0] = str(spec.origin)
-    return code  # type: ignore[no-any-return]  # of a loader that has get_code
+    if target.module:
+        sys.argv[0] = str(spec.origin)
+    return code  # type: ignore[no-any-return]
 
 
-def _find(name: str) -> importlib.machinery.ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name)  # imports the parents, as Python does
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            return None
-        raise
+class _NotThere(Exception):  # noqa: N818 - it leaves no frame of ours to be named in
+    """What is to be run is not there, or cannot be run, as the interpreter says it."""
+
+
+def _importer(name: str) -> object:
+    """Return what imports from a path: for directories and zip files there is something, for scripts None."""
+    cache: dict[str, Any] = sys.path_importer_cache
+    if name not in cache:
+        cache[name] = None  # as the interpreter remembers it
+        for hook in sys.path_hooks:
+            try:
+                cache[name] = hook(name)
+                break
+            except ImportError:
+                continue
+    return cache[name]
+
+
+def _holds_main(folder: str) -> bool:
+    finder: Any = _importer(folder)
+    return finder is None or finder.find_spec("__main__") is not None
 
 
 def _check_module(name: str) -> None:
+    import importlib.util  # noqa: PLC0415 - not in the process that becomes the script
+
+    from ddpdebug.errors import TargetError  # noqa: PLC0415 - as above
+
     top = name.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")) or top == "__main__":
-        raise TargetError(f"-m {name!r} is not the name of a module; a script is run without -m")
-    here = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+        raise TargetError(f"-m {name!r} is not the name of a module; a script is run without -m", 1)
+    here = files.PathFinder.find_spec(top, [os.getcwd()])  # noqa: PTH109
     if here is None and importlib.util.find_spec(top) is None:
-        raise TargetError(f"no module named {top!r} (looked in {Path.cwd()} and in sys.path)")
+        raise TargetError(f"no module named {top!r} (looked in {os.getcwd()} and in sys.path)", 1)  # noqa: PTH109
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Tell whether the monitor has stopped the script, which only one that is loaded can do."""
+    errors = sys.modules.get("ddpdebug.errors")
+    return errors is not None and isinstance(error, errors.StopRun)
 
 
 def _exit_code(error: SystemExit) -> int:

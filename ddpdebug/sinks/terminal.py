@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO
 
 from ddpdebug.errors import essence
+from ddpdebug.printing import write
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -245,8 +246,7 @@ class Terminal:
             text.encode(encoding)
         except UnicodeEncodeError:
             text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
-        self._stream.write(text)
-        self._stream.flush()
+        write(self._stream, text)
 
     def _width(self) -> int:
         try:

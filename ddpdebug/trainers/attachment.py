@@ -14,6 +14,7 @@ from ddpdebug.errors import text_of
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.attach import current, install
 from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.printing import say
 
 #: The names that a validation loss is logged under, most often.
 _VALIDATION_LOSS = re.compile(r"(val|valid|validation|eval|dev)[_/. -]?loss(_epoch)?", re.IGNORECASE)
@@ -50,7 +51,7 @@ class Attachment:
         except Exception as error:
             if is_users(error):  # a signal handler's is the job's
                 raise
-            print(f"ddpdebug: could not attach, training runs without it: {text_of(error)}", file=sys.stderr)
+            say(f"ddpdebug: could not attach, training runs without it: {text_of(error)}\n")
 
     def tell(self, metrics: Mapping[str, Any] | None) -> None:
         """Tell the validation loss out of what an evaluation has measured, by name."""
@@ -70,7 +71,7 @@ class Attachment:
         elif not self._missed:
             self._missed = True
             there = ", ".join(map(repr, sorted(named)))
-            print(f"ddpdebug: no metric {name!r} for the validation loss; logged were: {there}", file=sys.stderr)
+            say(f"ddpdebug: no metric {name!r} for the validation loss; logged were: {there}\n")
 
     def close(self, error: BaseException | None = None) -> None:
         """End the monitor that was opened here, and no other; `error` is what has ended the training."""

@@ -11,6 +11,8 @@ import os
 import sys
 from typing import Any
 
+from ddpdebug.printing import say
+
 #: Set for the ranks that Lightning starts: who starts them, and what they must know, as JSON.
 LAUNCHED = "DDPDEBUG_LAUNCHED"
 
@@ -52,7 +54,7 @@ def _come_along(*, with_callback: bool) -> list[Any]:
 
         if is_users(error):  # a signal handler's is the job's
             raise
-        print(f"ddpdebug: could not attach, training runs without it: {error}", file=sys.stderr)
+        say(f"ddpdebug: could not attach, training runs without it: {error}\n")
         return []
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddpdebug import __version__
-from ddpdebug.commands import COMMANDS, main
+from ddpdebug.commands import main
+from ddpdebug.commands._line import COMMANDS
 from ddpdebug.commands._target import prepare
 from ddpdebug.config.settings import options
 from ddpdebug.errors import UsageError
@@ -34,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", "no script given"),
         ("--", "no script given"),
         ("no.py", "script 'no.py' does not exist"),
-        (".", "is a directory"),
+        (".", "is a directory without __main__.py"),
         ("-m", "needs the name of a module"),
         ("-m no_such_module.x", "no module named 'no_such_module'"),
         ("-m train.py/x", "not the name of a module"),
@@ -49,8 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_wrong_line(command: str, line: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every mistake is named, with what would be right."""
-    assert main([command, *line.split()]) == 2
+    """Every mistake is named, with what would be right; `run` exits as Python where a module is not there."""
+    as_python = 1 if command == "run" and line[:2] in {"-m", "."} and line != "-m" else 2
+    assert main([command, *line.split()]) == as_python
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("ddpdebug: error: ")
@@ -80,6 +82,14 @@ def test_wrong_environment(variable: str, monkeypatch: pytest.MonkeyPatch, capfd
     monkeypatch.setenv(variable, "x")
     assert main(["run", "train.py"]) == 2
     assert variable in capfd.readouterr().err
+
+
+def test_syntax_errors_come_before_the_ranks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No rank is started for a script that cannot be compiled; what is printed is what Python prints."""
+    (folder / "train.py").write_text("x = (\n")
+    assert main(["run", "--nproc-per-node", "2", "train.py"]) == 1
+    plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
+    assert capfd.readouterr().err == plain.stderr
 
 
 def test_ranks_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +156,7 @@ def test_what_a_script_does_wrong_keeps_its_traceback(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr("ddpdebug.commands.run.attach", lambda _: None)
+    monkeypatch.setattr("ddpdebug.commands._rank.Rank.attach", lambda _: None)
     script = tmp_path / "train.py"
     script.write_text("from ddpdebug.errors import UsageError\nraise UsageError('unknown option')\n")
     with pytest.raises(UsageError, match="unknown option") as caught:

@@ -10,6 +10,7 @@ A situation is one script. The first line of its docstring names it; lines `key:
 - "run": "forked" from a process that has loaded torch (cheap, the default), "alone" in a fresh interpreter, "torchrun"
 - "ranks": number of processes; with "alone" the variables of a rank are set only where it is given
 - "python": flags of the interpreter; "env": variables; "torchrun": options of the launcher
+- "command": "check" where it is attached by `ddpdebug check` and not by `run`
 - "under": a shell line around the command, which is "$@"
 - "slow": "yes" where a run takes more than a few seconds; what is not forked is slow anyway
 - "watched": "no" where ddpdebug cannot see a step
@@ -46,7 +47,7 @@ ROOT = HERE.parent.parent
 FOLDER = HERE / "situations"
 #: On PYTHONPATH it makes few ranks very many.
 _TREE = HERE.parent / "support" / "over_a_tree"
-_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "slow", "watched", "parts", "needs"}
+_KEYS = {"run", "ranks", "python", "env", "torchrun", "under", "slow", "watched", "parts", "needs", "command"}
 #: A run that takes longer does not end.
 _SECONDS = 300
 
@@ -121,7 +122,7 @@ def _environment(situation: Situation, *, tree: bool = False) -> dict[str, str]:
 def _words(situation: Situation, options: list[str] | None) -> list[str]:
     script = str(situation.path)
     python = [sys.executable, *situation.options.get("python", "").split()]
-    run = [] if options is None else ["-m", "ddpdebug", "run", *options]
+    run = [] if options is None else ["-m", "ddpdebug", situation.options.get("command", "run"), *options]
     if situation.how == "torchrun":
         launch = ["-m", "torch.distributed.run", f"--nproc-per-node={situation.ranks}"]
         launch += ["--standalone", *situation.options.get("torchrun", "").split()]
@@ -289,7 +290,9 @@ _NOISE = re.compile(
     r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: |<omitting python frames>$)"
 )
 _OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
-_OURS_MORE = re.compile(r"^  (where|what|missing|calls|waits|so far|stacks|evidence|over|perhaps|next|      )")
+_OURS_MORE = re.compile(
+    r"^  (where|what|missing|calls|waits|so far|stacks|evidence|over|perhaps|next|note|not checked|run directory|\s{6})"
+)
 _FRAME = re.compile(r'^(\[rank\d\]: )?  File "(.*?)"')
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}|pid[ =:]*\d+|\b\d\d-\d\d \d\d:\d\d:\d\d\b|\b\d{4,5}\b")
 
@@ -426,6 +429,7 @@ _GROUPS = {
     "port": "Ports",
     "hub": "The hub",
     "environment": "Environment",
+    "launch": "Ways to launch",
     "python": "The interpreter",
     "version": "Versions",
 }

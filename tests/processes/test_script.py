@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import py_compile
 import re
 import signal
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -183,15 +186,16 @@ def test_interrupt_from_outside(tmp_path: Path) -> None:
 _WITH_MONITOR = """
 import sys
 from ddpdebug.errors import StopRun
-from ddpdebug.processes.script import Target, end_hard, run_script
+from ddpdebug.processes.script import Target, end_with, run_script
 class Monitor:
     code = None
     def close(self, reason, exit_code):
         self.code = exit_code
         print("close", reason, exit_code, flush=True)
 monitor = Monitor()
-if sys.argv[2] == "hard":
-    end_hard(lambda: monitor.code)
+mode = sys.argv[2]
+if mode != "soft":
+    end_with(lambda: 5 if mode == "verdict" else monitor.code)
 run_script(Target(name=sys.argv[1]), before=lambda: monitor)
 """
 
@@ -229,40 +233,45 @@ finally: print('clean')
     assert _run(["driver.py", "a.py", "soft"], tmp_path) == (0, "clean\nclose stopped 0\n", "")
 
 
-def test_hard_end_skips_only_the_teardown(tmp_path: Path) -> None:
-    """Exit handlers, threads and flushing still happen; destructors at interpreter exit do not."""
+def test_status_comes_after_the_teardown(tmp_path: Path) -> None:
+    """Threads, exit handlers, files that nobody has closed and destructors come first, and print what they print."""
     source = (
         _THREAD
         + """
-import atexit
+import atexit, weakref
 atexit.register(print, 'handler')
 class D:
     def __del__(self): print('teardown')
 d = D()
+weakref.finalize(d, print, 'finalized')
+unclosed = open('log', 'w')
+unclosed.write('a line')
+raise SystemExit(7)
 """
     )
     _write({"a.py": source, "driver.py": _WITH_MONITOR}, tmp_path)
-    code, out, err = _run(["driver.py", "a.py", "hard"], tmp_path)
-    assert (code, err) == (0, "")
-    assert out.split("\n") == ["main done", "close finished 0", "thread done", "handler", ""]
+    plain = _run(["a.py"], tmp_path)
+    (tmp_path / "log").unlink()
+    code, out, err = _run(["driver.py", "a.py", "verdict"], tmp_path)
+    assert (code, err) == (5, plain[2])
+    assert out.replace("close exception: SystemExit: 7 7\n", "") == plain[1]
+    assert (tmp_path / "log").read_text() == "a line"
 
 
-@pytest.mark.parametrize("extra", ["", "import gc; gc.disable(); gc.freeze()", "import gc; gc.set_threshold(1)"])
-def test_hard_end_leaves_older_exit_handlers_their_turn(extra: str, tmp_path: Path) -> None:
-    """Those that were registered before ddpdebug was there, such as coverage's; whatever the script does to its gc."""
-    early = "import atexit, gc\natexit.register(lambda: (gc.collect(), [[] for _ in range(999)], print('early')))\n"
-    source = f"class D:\n    def __del__(self): print('teardown')\nd = D()\n{extra}\nraise SystemExit(7)"
-    _write({"a.py": source, "driver.py": early + _WITH_MONITOR}, tmp_path)
-    code, out, err = _run(["driver.py", "a.py", "hard"], tmp_path)
+def test_older_exit_handlers_have_their_turn(tmp_path: Path) -> None:
+    """Those that were registered before ddpdebug was there, such as coverage's, run before the process ends."""
+    early = "import atexit\natexit.register(print, 'early')\n"
+    _write({"a.py": "raise SystemExit(7)", "driver.py": early + _WITH_MONITOR}, tmp_path)
+    code, out, err = _run(["driver.py", "a.py", "end"], tmp_path)
     assert (code, err) == (7, "")
     assert out.splitlines() == ["close exception: SystemExit: 7 7", "early"]
 
 
-def test_hard_end_keeps_the_status(tmp_path: Path) -> None:
+def test_set_status_is_the_scripts(tmp_path: Path) -> None:
     """A failed script exits with its own status and prints its traceback."""
     _write({"a.py": "raise SystemExit(7)", "b.py": "1 / 0", "driver.py": _WITH_MONITOR}, tmp_path)
-    assert _run(["driver.py", "a.py", "hard"], tmp_path)[0] == 7
-    code, _, err = _run(["driver.py", "b.py", "hard"], tmp_path)
+    assert _run(["driver.py", "a.py", "end"], tmp_path)[0] == 7
+    code, _, err = _run(["driver.py", "b.py", "end"], tmp_path)
     assert code == 1
     assert err.endswith("ZeroDivisionError: division by zero\n")
     assert "runner.py" not in err
@@ -271,14 +280,14 @@ def test_hard_end_keeps_the_status(tmp_path: Path) -> None:
 def test_fork_does_not_close(tmp_path: Path) -> None:
     """A forked child that reaches the end of the script is not the rank: only the parent closes."""
     _write({"a.py": "import os\nif os.fork(): os.wait()", "driver.py": _WITH_MONITOR}, tmp_path)
-    assert _run(["driver.py", "a.py", "hard"], tmp_path)[1] == "close finished 0\n"
+    assert _run(["driver.py", "a.py", "end"], tmp_path)[1] == "close finished 0\n"
 
 
 @pytest.mark.parametrize(
     "target, words",
     [
         (Target(name="no_such.py"), "does not exist"),
-        (Target(name="."), "is a directory"),
+        (Target(name="."), "is a directory without __main__.py"),
         (Target(name="no_such_package.m", module=True), "no module named 'no_such_package'"),
         (Target(name="a.py/b", module=True), "not the name of a module"),
         (Target(name="__main__", module=True), "not the name of a module"),
@@ -290,10 +299,70 @@ def test_nothing_to_run(target: Target, words: str) -> None:
         target.check()
 
 
-def test_module_that_is_missing_in_its_package(tmp_path: Path) -> None:
-    """A missing sub-module is our own clear error, not a traceback."""
+_MAIN = "import helper\n" + _SHOW
+
+
+def _archive(folder: Path) -> list[str]:
+    with zipfile.ZipFile(folder / "app.pyz", "w") as made:
+        made.writestr("__main__.py", _MAIN)
+        made.writestr("helper.py", "print('helper')")
+    return ["app.pyz", "--x"]
+
+
+def _folder(folder: Path) -> list[str]:
+    _write({"app/__main__.py": _MAIN, "app/helper.py": "print('helper')"}, folder)
+    return ["app", "--x"]
+
+
+def _compiled(folder: Path) -> list[str]:
+    _write({"a.py": _SHOW}, folder)
+    py_compile.compile(str(folder / "a.py"), str(folder / "b.pyc"))
+    return ["b.pyc", "--x"]
+
+
+def _compiled_without_suffix(folder: Path) -> list[str]:
+    _compiled(folder)
+    (folder / "b.pyc").rename(folder / "b")
+    return ["b"]
+
+
+def _damaged(folder: Path) -> list[str]:
+    (folder / "b.pyc").write_bytes(b"x" * 40)
+    return ["b.pyc"]
+
+
+def _no_main(folder: Path) -> list[str]:
+    _write({"app/helper.py": ""}, folder)
+    return ["app"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_archive, _folder, _compiled, _compiled_without_suffix, _damaged, _no_main],
+)
+def test_other_kinds_of_programs(make: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    """Zip files, directories and compiled files run, or fail, as Python runs them."""
+    words = make(tmp_path)
+    assert _run([str(_RUNNER), *words], tmp_path) == _run(words, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nothere", "p", "p.nothing", "json.nothing", "zlib"])
+def test_modules_that_cannot_be_run(name: str, tmp_path: Path) -> None:
+    """What is no module, or has no code, is refused with Python's own words and status."""
     _write({"p/__init__.py": ""}, tmp_path)
-    assert _run([str(_RUNNER), "-m", "p.nothing"], tmp_path)[2] == "target error: no module named 'p.nothing'\n"
+    plain = _run(["-m", name], tmp_path)
+    assert plain[0] == 1
+    assert _run([str(_RUNNER), "-m", name], tmp_path) == plain
+
+
+def test_syntax_is_checked_beforehand(tmp_path: Path) -> None:
+    """A script that cannot be compiled is known before anything runs; of other kinds nothing is said."""
+    _write({"a.py": "x = (", "b.py": "print('\\d')"}, tmp_path)
+    with pytest.raises(SyntaxError):
+        Target(name=str(tmp_path / "a.py")).check_syntax()
+    Target(name=str(tmp_path / "b.py")).check_syntax()  # its warning comes when it runs
+    for make in (_archive, _folder, _compiled):
+        Target(name=str(tmp_path / make(tmp_path)[0])).check_syntax()
 
 
 def test_stop_is_no_exception() -> None:
@@ -302,6 +371,9 @@ def test_stop_is_no_exception() -> None:
 
 
 def test_runner_is_light(tmp_path: Path) -> None:
-    """Running a script through the runner loads nothing heavy."""
-    _write({"a.py": "import sys; print({'torch', 'rich', 'click'} & sys.modules.keys())"}, tmp_path)
-    assert _run([str(_RUNNER), "a.py"], tmp_path)[1] == "set()\n"
+    """A script that runs through the command finds next to nothing loaded that `python -m` does not load."""
+    source = "import sys; print(*(name for name in sys.modules if not name.startswith('ddpdebug')))"
+    _write({"a.py": source, "p/__init__.py": "", "p/a.py": source}, tmp_path)
+    plain = _run(["-m", "p.a"], tmp_path)[1].split()
+    through = _run(["-m", "ddpdebug", "run", "--quiet", "a.py"], tmp_path)[1].split()
+    assert {*through} - {*plain} <= {"__future__", "atexit"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ddpdebug
-from ddpdebug.commands import COMMANDS
+from ddpdebug.commands._line import COMMANDS
 from ddpdebug.commands.explain import pages
 from ddpdebug.config.settings import Config, options
 from ddpdebug.run_directory import reader as run_files

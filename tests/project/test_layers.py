@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 
 #: From the first to the last: a room imports from earlier lines only, also for annotations.
 _LAYERS = (
-    ("_version", "disk", "redaction", "schema", "torch_internals"),
+    ("_version", "disk", "printing", "redaction", "schema", "torch_internals"),
     ("errors", "fingerprint"),
     ("devices", "triton_kernels"),
     ("detectors", "device_fingerprint", "isolation"),
@@ -35,6 +35,8 @@ _PURE = (
     "redaction",
     "disk",
     "isolation.background",
+    "printing",
+    "isolation.own_imports",
     "schema.row",
     "schema.finding",
     "schema.step",
@@ -64,6 +66,7 @@ _PURE = (
     "ci.selftest",
     "ci.golden",
     "processes.script",
+    "processes.torch_import",
     "processes.supervisor",
     "grafana.dashboards",
     "reports",

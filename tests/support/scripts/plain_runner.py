@@ -1,13 +1,9 @@
 """Runs a script through `ddpdebug.processes.script` with nothing attached: what is left is the runner itself."""
 import sys
 
-from ddpdebug.errors import TargetError
 from ddpdebug.processes.script import Target, run_script
 
 words = sys.argv[1:]
 module = words[0] == "-m"
 name, *args = words[module:]
-try:
-    run_script(Target(name=name, args=tuple(args), module=module), before=lambda: None)
-except TargetError as error:
-    sys.exit(f"target error: {error}")
+run_script(Target(name=name, args=tuple(args), module=module), before=lambda: None)
