@@ -122,7 +122,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
         damage=damaged,
     )
     verdict = with_ignored(verdict, directory if written else None)
-    return with_coverage(verdict, coverage, required=require_checks, ranks=witness and witness.asked)
+    return with_coverage(verdict, coverage, required=require_checks, ranks=None if witness is None else witness.asked)
 
 
 def _lost(directory: Path, known: str | None, witness: Witness | None) -> list[str]:
@@ -242,13 +242,13 @@ def _speak(verdict: Verdict, run: str | None, config: Config) -> None:
             for line in to_github(verdict, _root()):
                 print(line, flush=True)
     except (OSError, ValueError):
-        sys.stdout = None  # type: ignore[assignment]  # as Python has it where there is none
+        sys.stdout = None  # as Python has it where there is none
     try:
         if sys.stderr is not None:
             _print(verdict, run, config)
             sys.stderr.flush()
     except (OSError, ValueError):
-        sys.stderr = None  # type: ignore[assignment]
+        sys.stderr = None
 
 
 def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
