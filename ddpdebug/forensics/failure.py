@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.memory.oom import where
-from ddpdebug.isolation.user_code import local_values
+from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.threads import always_alone
 from ddpdebug.torch_internals import is_plain

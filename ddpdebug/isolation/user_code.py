@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import signal
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-#: By what a function comes to the dictionary of its variables, which it may keep.
-_ASKS = frozenset({"locals", "vars", "eval", "exec", "f_locals"})
 #: A handler that wraps handlers that wrap handlers.
 _MAX_WRAPPED = 20
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
@@ -157,25 +154,6 @@ def user_location(start: FrameType | None = None) -> str | None:
             _lines.clear()
         known = _lines[key] = code, location(code.co_filename, frame.f_lineno)
     return known[1]
-
-
-def local_values(frame: FrameType) -> dict[str, Any]:
-    """Return a function's local variables without leaving anything of them behind; none of a module or class body.
-
-    Before Python 3.13 a frame keeps the dictionary that it is asked for, and with it every value, until it ends: a
-    batch and its graph would live on. There it is emptied again, which nobody can see but the function itself, and what
-    traces or profiles it. So nothing is read of a function that may ask for its own dictionary, or while that runs.
-    """
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return {}
-    if sys.version_info >= (3, 13):
-        return dict(frame.f_locals)
-    if not _ASKS.isdisjoint(frame.f_code.co_names) or sys.gettrace() is not None or sys.getprofile() is not None:
-        return {}
-    kept = frame.f_locals
-    found = dict(kept)
-    kept.clear()
-    return found
 
 
 def location(file: str, line: int) -> str:

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import Subset, random_split
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
+from ddpdebug.isolation.local_variables import local_values
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.schema.announcements import Content, IndexList
 from ddpdebug.schema.details import hex_digest
 

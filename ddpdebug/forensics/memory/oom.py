@@ -27,7 +27,8 @@ from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.oom_text import render
 from ddpdebug.forensics.memory.snapshot import by_line
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
+from ddpdebug.isolation.local_variables import local_values
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import Failure, MemoryProbe
 from ddpdebug.probes.step_state import StepState
