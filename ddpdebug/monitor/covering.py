@@ -11,11 +11,11 @@ import os
 import platform
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.background import Thread
 from ddpdebug.schema.announcements import RankCoverage
 from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
