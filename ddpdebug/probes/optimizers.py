@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,17 +122,18 @@ class OptimizerWatch:
             self.names, self.params, self.ids, self.owned = [], [], [], []
             self.owners, self.wrappers, self._key, self.table = [], [], (), ()
 
-    def has_stepped(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is or was stepped here."""
-        if not self._aliased and id(parameter) in self.ids:
-            return True
-        known = self._forgotten.get(id(parameter))
-        return known is not None and known.is_of(parameter)
+    def stepped(self, params: Iterable[torch.Tensor]) -> int:
+        """Return how many of some parameters are or were stepped here."""
+        current: set[int] = set() if self._aliased else set(self.ids)
+        known = self._forgotten
+        return len(
+            [p for p in params if id(p) in current or ((seen := known.get(id(p))) is not None and seen.is_of(p))]
+        )
 
     def number(self) -> int:
         """Return how many living parameters are or were stepped here."""
-        current = set() if self._aliased else set(self.ids)
-        return len(current | {key for key, known in self._forgotten.items() if known.is_alive()})
+        current: set[int] = set() if self._aliased else set(self.ids)
+        return len(current | {key for key, seen in self._forgotten.items() if seen.is_alive()})
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the living optimizers behind this watch."""
@@ -333,9 +334,7 @@ def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]
     """
     params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     taken_over = (
-        w.index
-        for w in reversed(watches)
-        if params and all(map(w.has_stepped, params.values())) and w.number() == len(params)
+        w.index for w in reversed(watches) if params and w.stepped(params.values()) == w.number() == len(params)
     )
     return next(taken_over, len({w.index for w in watches}))
 
@@ -346,5 +345,5 @@ def first_step(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatc
     It goes on where the one that it replaces has stopped, and is in the same round as those beside it (GAN).
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    replaced = [w.step for w in watches if any(map(w.has_stepped, params))]
+    replaced = [w.step for w in watches if w.stepped(params)]
     return max(replaced, default=max((w.step - 1 for w in watches), default=0))

@@ -1,7 +1,7 @@
 """On a terminal, where findings are shown in colours: Python's random numbers, and those of NumPy and torch.
 
 run: alone
-under: script -q -e -c "$*" /dev/null > /dev/null; code=$?; cat drawn.txt; rm drawn.txt; exit $code
+under: python3 -c "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)" "$@" > /dev/null; code=$?; cat drawn.txt; rm drawn.txt; exit $code
 """
 
 import random
