@@ -73,7 +73,7 @@ def _from_memory(frame: FrameType, code: CodeType) -> Iterator[tuple[str, Any]]:
         address = data + _VALUES + place * _WORD
         if not ctypes.c_void_p.from_address(address).value:
             continue
-        value = ctypes.py_object.from_address(address).value
+        value: Any = ctypes.py_object.from_address(address).value
         if type(value) is CellType and (name in code.co_cellvars or name in code.co_freevars):
             try:
                 value = value.cell_contents
