@@ -12,13 +12,13 @@ import contextlib
 import ctypes
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from ddpdebug.clock import time
 from ddpdebug.errors import DeviceFailedError, text_of
 
 #: The class that torch has for errors of devices since 2.8; before, and of libraries, they are known by their words.

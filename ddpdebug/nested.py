@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.isolation.user_code import is_users
 
 #: Levels of containers in which tensors are looked for, paths are written, and values are replaced.
@@ -41,12 +42,8 @@ def parts_of(value: Any) -> Sequence[tuple[str, Any]] | None:
 
 
 def _fields(kind: type, value: Any) -> list[tuple[str, Any]]:
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError as error:  # a dataclass with slots
-        if is_users(error):
-            raise
-        own = {}
+    own = dict(attributes_of(value))
+    if not own:  # a dataclass with slots
         for name in getattr(kind, "__dataclass_fields__", ()):
             slot = inspect.getattr_static(kind, name, None)
             if inspect.ismemberdescriptor(slot) and (found := _slot(slot, value)) is not None:
@@ -95,17 +92,17 @@ def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 def is_container(value: Any) -> bool:
     """Tell whether a value is a plain container, which can be made anew from its items."""
     kind = type(value)
-    return kind in {dict, list, tuple} or (isinstance(value, tuple) and hasattr(kind, "_make"))
+    return kind in {dict, list, tuple} or (is_a(value, tuple) and hasattr(kind, "_make"))
 
 
 def items(value: Any) -> list[tuple[Any, Any]]:
     """Return keys and items of a plain container."""
-    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    return list(value.items()) if is_a(value, dict) else list(enumerate(value))
 
 
 def rebuilt(value: Any, values: list[Any]) -> Any:
     """Return a plain container like `value` with other items."""
-    if isinstance(value, dict):
+    if is_a(value, dict):
         return dict(zip(value, values, strict=True))
     make = getattr(type(value), "_make", type(value))
     return make(values)
@@ -126,11 +123,11 @@ def mapped(value: Any, change: Callable[[Any], Any], *, kinds: bool = False, dep
 
     if is_container(value):
         return rebuilt(value, [inner(item) for _, item in items(value)])
-    if kinds and isinstance(value, dict):
+    if kinds and is_a(value, dict):
         return _like(value, {key: inner(item) for key, item in value.items()})
-    if kinds and isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+    if kinds and is_a(value, list | tuple) and not is_a(value, torch.Size):
         return type(value)([inner(item) for item in value])
-    if kinds and isinstance(value, slice):
+    if kinds and is_a(value, slice):
         return slice(inner(value.start), inner(value.stop), inner(value.step))
     return change(value)
 
@@ -146,7 +143,7 @@ def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 def cloned(value: Any) -> Any:
     """Return a value whose tensors are copies without a graph; leaves that ask for a gradient do so again."""
-    return mapped(value, lambda item: copy_of(item) if isinstance(item, torch.Tensor) else item, kinds=True)
+    return mapped(value, lambda item: copy_of(item) if is_a(item, torch.Tensor) else item, kinds=True)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,5 +168,5 @@ def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         return
     yield path, value
     if hasattr(type(value), "__dataclass_fields__") and depth < _PATHS:
-        for key, item in getattr(value, "__dict__", {}).items():
+        for key, item in attributes_of(value).items():
             yield from _leaves(f"{path}.{key}", item, depth + 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.ci.selftest import FAULT, STEP
+from ddpdebug.clock import time
 from ddpdebug.nested import tensors_in_objects
 
 #: The rank that does wrong where one does.

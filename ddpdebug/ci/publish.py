@@ -8,13 +8,13 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ddpdebug.ci.github_gitlab import to_codequality, to_github, to_markdown
 from ddpdebug.ci.json_junit import to_json, to_junit
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
+from ddpdebug.clock import utc_now
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
 from ddpdebug.errors import essence
@@ -218,7 +218,7 @@ def publish(verdict: Verdict, config: Config, directory: Path | None, script: st
 
 def _write_all(verdict: Verdict, config: Config, run: str | None, script: str) -> list[str]:
     """Write the files that were asked for; return in words which of them could not be written."""
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    now = utc_now().strftime("%Y-%m-%dT%H:%M:%S")
     lost = [
         _write(config.json, lambda: to_json(verdict, run)),
         _write(config.junit, lambda: to_junit(verdict, run, time=now)),

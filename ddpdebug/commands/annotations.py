@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import click
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.reader import ANNOTATIONS, PREVIOUS, RUN, read_findings, read_run

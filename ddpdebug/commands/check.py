@@ -7,13 +7,12 @@ import json
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
 from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
+from ddpdebug.clock import time, utc_now
 from ddpdebug.commands._rank import CHECK, Plan, planned
 from ddpdebug.commands._target import target_command
 from ddpdebug.config.settings import Config, run_directory
@@ -172,7 +171,7 @@ def _asked(directory: Path, world: int) -> dict[int, str]:
 
 def _directory(config: Config, run_id: str) -> Path:
     """Make the run directory; where nobody named one and none can be made here, it is a temporary one."""
-    directory = config.out or Path.cwd() / run_directory(run_id, datetime.now(UTC))
+    directory = config.out or Path.cwd() / run_directory(run_id, utc_now())
     try:
         Disk(mode_of(config.file_mode)).begin(directory)
         (directory / WITNESS).unlink(missing_ok=True)  # of an earlier run

@@ -6,13 +6,13 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ddpdebug.clock import time
 from ddpdebug.commands._target import TargetCommand, click_option, load_factory, prepare, split_factory
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError

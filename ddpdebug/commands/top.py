@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import click
 
+from ddpdebug.clock import time
 from ddpdebug.errors import UsageError
 
 _TEXT = """Show a run live: do the ranks agree, which rank is ill, who is slow.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ddpdebug.clock import utc_now
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingIgnored, FindingRaised, Record
 from ddpdebug.sinks.fanout import InOrder
@@ -94,4 +94,4 @@ def unravel(flat: int, shape: Sequence[int]) -> list[int]:
 
 def utc() -> str:
     """Return the time, UTC, ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return utc_now().strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -8,12 +8,12 @@ for it. After the first call that fails there is none any more: a store that has
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.background import Thread
 
 EVERY_SECONDS = 1.0

@@ -20,11 +20,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.exchange.addresses import elsewhere
 from ddpdebug.sinks.text import ranks_text
 

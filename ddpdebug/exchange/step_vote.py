@@ -9,12 +9,12 @@ gradients, which are the same on all ranks of a healthy DDP. Torch-free.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.errors import FindingError
 from ddpdebug.schema.finding import Finding, Severity
 

@@ -17,7 +17,6 @@ import json
 import queue
 import struct
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from ddpdebug.clock import time
 from ddpdebug.exchange.partial import Key, StepPart
 from ddpdebug.isolation.background import Thread
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES

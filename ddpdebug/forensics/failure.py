@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ddpdebug.forensics.memory.oom import where
-from ddpdebug.isolation.user_code import local_values
+from ddpdebug.isolation.foreign import is_a
+from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.threads import always_alone
 from ddpdebug.torch_internals import is_plain
@@ -56,7 +57,7 @@ def _given(frame: FrameType) -> dict[str, str]:
     file = frame.f_code.co_filename.replace("\\", "/")
     if not file.endswith("/torch/nn/functional.py") and "/torch/nn/modules/" not in file:
         return {}
-    tensors = [(name, value) for name, value in local_values(frame).items() if isinstance(value, torch.Tensor)]
+    tensors = [(name, value) for name, value in local_values(frame).items() if is_a(value, torch.Tensor)]
     return {name: _described(value) for name, value in tensors[:_MAX_TENSORS] if is_plain(value)}
 
 

@@ -8,7 +8,6 @@ copy of the process, and ended by any operation that would communicate.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,10 +16,12 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.devices import arrival, captures
 from ddpdebug.forensics.replay.prepared import Prepared
 from ddpdebug.forensics.replay.tracer import Stopped, Tracer
 from ddpdebug.isolation.child import Children
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, user_location
 from ddpdebug.nested import leaves, mapped, tensors_in
@@ -61,7 +62,7 @@ def relation(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> Rel
 
 def texts(capture: ForwardCapture, target: torch.Tensor) -> list[torch.Tensor]:
     """Return the arguments of a forward that are tables of tokens as large as the target, or longer by a position."""
-    arguments = dict.fromkeys(v for _, v in leaves((capture.args, capture.kwargs)) if isinstance(v, torch.Tensor))
+    arguments = dict.fromkeys(v for _, v in leaves((capture.args, capture.kwargs)) if is_a(v, torch.Tensor))
     return [v for v in arguments if _is_text(v) and target.numel() in {v.numel(), v.numel() - v.shape[0]}]
 
 

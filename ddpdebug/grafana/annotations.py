@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from shlex import quote
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk, Kept
 from ddpdebug.errors import UsageError
 from ddpdebug.grafana.client import Grafana, GrafanaError

@@ -8,7 +8,6 @@ whole environment.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from ddpdebug.clock import time
 from ddpdebug.errors import DdpdebugError, UsageError
 
 TAG = "ddpdebug"

@@ -7,7 +7,6 @@ import json
 import math
 import platform
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from ddpdebug.clock import time
 from ddpdebug.hub import auth, ingest, states
 from ddpdebug.hub.auth import Auth, Gate, is_loopback
 from ddpdebug.hub.store import NotWantedError, Store

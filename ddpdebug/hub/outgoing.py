@@ -10,7 +10,6 @@ import http.client
 import json
 import math
 import threading
-import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from urllib.parse import quote, unquote, urlsplit
 from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select, update
 
 from ddpdebug._version import __version__
+from ddpdebug.clock import time
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.hub.schema import delivery, finding, note, run
 from ddpdebug.hub.states import STATES

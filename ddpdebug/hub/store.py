@@ -10,7 +10,6 @@ import json
 import sqlite3
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -33,6 +32,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from ddpdebug.clock import time
 from ddpdebug.errors import UsageError
 from ddpdebug.hub import derived, states
 from ddpdebug.hub.schema import VERSION, about, chunk, delivery, file, finding, forgotten, metadata, rank, run, summary

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from ddpdebug.clock import time
 from ddpdebug.hub.store import NotWantedError, Store, copy_run
 from ddpdebug.run_directory.mirror import RUN, Mirror, digest_of
 

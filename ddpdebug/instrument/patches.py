@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Subset
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import training_events as events
@@ -300,7 +301,7 @@ class Patches:
     # --- backward and step --------------------------------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any = None, *_: Any, **__: Any) -> None:
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        roots = [tensors] if is_a(tensors, torch.Tensor) else list(tensors or ())
         self._bus.emit(events.BackwardBegan(roots))
 
     def _backward_ended(self, *_: Any, **__: Any) -> None:
@@ -343,7 +344,7 @@ class Patches:
         self._bus.emit(events.ValuesClipped(user_location()))
 
     def _gathered(self, _: Any, tensor_list: Any = None, tensor: Any = None, *__: Any, **___: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        if is_a(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
             self._bus.emit(events.Gathered(tensor_list, tensor, user_location()))
 
     # --- the rest -----------------------------------------------------------------------------------------------------

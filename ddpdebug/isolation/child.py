@@ -18,13 +18,13 @@ import os
 import signal
 import struct
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpdebug.clock import time
 from ddpdebug.disk import free_memory
 from ddpdebug.isolation.confinement import UnconfinedError, clone, confinement, shares_memory
 from ddpdebug.isolation.guard import Guard

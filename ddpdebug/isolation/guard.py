@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.devices import failure
 from ddpdebug.errors import NEEDS, text_of
 from ddpdebug.isolation.user_code import is_users, users_error

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-#: By what a function comes to the dictionary of its variables, which it may keep.
-_ASKS = frozenset({"locals", "vars", "eval", "exec", "f_locals"})
+from ddpdebug.isolation.local_variables import local_values
+
 #: A handler that wraps handlers that wrap handlers.
 _MAX_WRAPPED = 20
+#: What happens to a function that is traced or profiled, in the words that are given to who does that.
+_EVENTS = frozenset({"call", "line", "return", "exception", "opcode", "c_call", "c_return", "c_exception"})
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 #: Packages whose errors may come from what a probe does; others are raised by nobody but the user.
 _LIBRARIES = ("ddpdebug", "functorch", "numpy", "prometheus_client", "rich", "safetensors", "torch", "triton")
@@ -24,10 +25,10 @@ _RAISE_HERE = frozenset({*sys.stdlib_module_names, *_LIBRARIES})
 def is_users(error: BaseException) -> bool:
     """Tell whether the user's own code raised an error on its own account while ours was running.
 
-    So does a signal handler, which the interpreter calls between two of our lines: with the frame that it interrupts as
-    an argument. So does another thread that has an exception raised here: its class is then none that a library of ours
-    raises, and no code of the user's is on the way. What the user's code raises because we have called it (the iterator
-    of a container, a subclass of Tensor) is our own failure.
+    So does what the interpreter calls between two of our lines, with the frame that it interrupts as an argument: a
+    signal handler, a function that traces or profiles. So does another thread that has an exception raised here: its
+    class is then none that a library of ours raises, and no code of the user's is on the way. What the user's code
+    raises because we have called it (the iterator of a container, a subclass of Tensor) is our own failure.
     """
     trace = error.__traceback__
     if trace is None:
@@ -36,7 +37,7 @@ def is_users(error: BaseException) -> bool:
     met_user = False
     while trace is not None:
         frame = trace.tb_frame
-        if _handles_signal(frame, previous):
+        if _was_called_by_python(frame, previous):
             return True
         met_user = met_user or is_user_file(frame.f_code.co_filename)
         previous, trace = frame, trace.tb_next
@@ -68,19 +69,28 @@ def users_error(error: BaseException) -> BaseException | None:
     return None
 
 
-def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
-    """Tell whether a frame, which has ended, is that of a signal handler."""
+def _was_called_by_python(frame: FrameType, interrupted: FrameType) -> bool:
+    """Return whether a frame, which has ended, is that of a signal handler, or of what traces or profiles.
+
+    The interpreter calls them between two lines, and nobody else gives a function the frame that it interrupts. What
+    traces is given the frame of the function that begins or ends as well.
+    """
     if frame.f_code.co_filename.startswith(_OWN):
         return False
     if frame.f_code in _handlers():
         return True
-    # A handler that has put another in its place was given a number and the frame that it interrupts. What a frame that
-    # has ended refers to are its values, and its caller.
-    values = gc.get_referents(frame)
-    if not any(type(value) is int and value in signal.valid_signals() for value in values):
-        starred = [value for value in values if type(value) is tuple and len(value) == 2]
-        return any(pair[1] is interrupted for pair in starred)
-    return sum(value is interrupted for value in values) > _CALLERS
+    values = list(local_values(frame).values())
+    # a handler that has put another in its place, a trace function that has raised and is none any more
+    calls = [values, *(value for value in values if type(value) is tuple and len(value) in {2, 3})]
+    return any(_is_such_call(call, frame, interrupted) for call in calls)
+
+
+def _is_such_call(values: Sequence[Any], frame: FrameType, interrupted: FrameType) -> bool:
+    frames = [value for value in values if type(value) is FrameType and value is not frame]
+    if any(type(value) is int and value in signal.valid_signals() for value in values):
+        return any(value is interrupted for value in frames)
+    traces = any(type(value) is str and value in _EVENTS for value in values)
+    return traces and any(value is interrupted or value.f_back is interrupted for value in frames)
 
 
 def _handlers() -> set[CodeType]:
@@ -103,25 +113,6 @@ def _codes_of(handler: Any) -> list[CodeType]:
         if handler is None:
             break
     return found
-
-
-def _count_callers() -> int:
-    """Return how often a frame that has ended refers to its caller: it depends on the version of Python."""
-
-    def fail() -> None:
-        raise ValueError
-
-    try:
-        fail()
-    except ValueError as error:
-        trace = error.__traceback__
-        assert trace is not None
-        assert trace.tb_next is not None
-        return sum(value is trace.tb_frame for value in gc.get_referents(trace.tb_next.tb_frame))
-    return 0
-
-
-_CALLERS = _count_callers()
 
 
 def calling_frame() -> FrameType | None:
@@ -157,25 +148,6 @@ def user_location(start: FrameType | None = None) -> str | None:
             _lines.clear()
         known = _lines[key] = code, location(code.co_filename, frame.f_lineno)
     return known[1]
-
-
-def local_values(frame: FrameType) -> dict[str, Any]:
-    """Return a function's local variables without leaving anything of them behind; none of a module or class body.
-
-    Before Python 3.13 a frame keeps the dictionary that it is asked for, and with it every value, until it ends: a
-    batch and its graph would live on. There it is emptied again, which nobody can see but the function itself, and what
-    traces or profiles it. So nothing is read of a function that may ask for its own dictionary, or while that runs.
-    """
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return {}
-    if sys.version_info >= (3, 13):
-        return dict(frame.f_locals)
-    if not _ASKS.isdisjoint(frame.f_code.co_names) or sys.gettrace() is not None or sys.getprofile() is not None:
-        return {}
-    kept = frame.f_locals
-    found = dict(kept)
-    kept.clear()
-    return found
 
 
 def location(file: str, line: int) -> str:

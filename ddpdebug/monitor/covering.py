@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.background import Thread
 from ddpdebug.printing import say
 from ddpdebug.schema.announcements import RankCoverage

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.background import Timer
 from ddpdebug.progress.waits import STUCK_SECONDS, Seen
 from ddpdebug.schema.finding import Finding

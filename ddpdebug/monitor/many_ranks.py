@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import base64
 import struct
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.diagnosis.engine import Request
 from ddpdebug.exchange.partial import REST, Key, StepPart, key_of, ranks_of, set_of
 from ddpdebug.exchange.step_assembler import LAG_STEPS, LATE_STEPS, fault_of

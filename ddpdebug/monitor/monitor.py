@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from ddpdebug import devices, torch_internals as internals
 from ddpdebug._version import __version__
+from ddpdebug.clock import time, utc_now
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.diagnosis.engine import Diagnosis, Request
@@ -377,7 +377,7 @@ class Monitor:
         if self._home is not None:
             out = self._home / SPAWNED
         else:
-            out = (self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC))).absolute()
+            out = (self.config.out or run_directory(self.run_id, utc_now())).absolute()
         return make(
             config=replace(self.config, out=out),
             command=self.command,
@@ -496,7 +496,7 @@ class Monitor:
         self._exchange = self._make_exchange(*calls)
         self._progress_watch = self._watch_progress()
         if self.rank == 0:
-            self._open_sinks(self.config.out or run_directory(self.run_id, datetime.datetime.now(datetime.UTC)))
+            self._open_sinks(self.config.out or run_directory(self.run_id, utc_now()))
         while self._early:
             self._deliver(self._early.pop(0))
         if lost:

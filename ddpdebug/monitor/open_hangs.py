@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.monitor.seen_ranks import SeenRanks, answers
 from ddpdebug.progress.patience import Patience
 from ddpdebug.progress.waits import Seen, gravity

@@ -15,13 +15,13 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.detectors.fail.rules import is_by_loss, is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.detectors.fail.rules import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats

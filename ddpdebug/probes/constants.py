@@ -46,7 +46,7 @@ class Settings:
         digests = device.digests([t for _, t in found])() if found else []
         #: name, the tensor, its version, what the ranks compare
         self._plain = [
-            (name, weakref.ref(t), internals.version_of(t), f"{tuple(t.shape)}:{digest:016x}")
+            (name, internals.Seen(t), internals.version_of(t), f"{tuple(t.shape)}:{digest:016x}")
             for (name, t), digest in zip(found, digests, strict=True)
         ]
 
@@ -64,11 +64,14 @@ class Settings:
         return (Numbers(changes=self._numbers.take()),) if self._forwards % every == 0 and self._numbers else ()
 
     def _unchanged(self, module: torch.nn.Module) -> dict[str, str]:
-        now = {name: (id(t), internals.version_of(t)) for name, t in _plain_tensors(module)}
+        now = dict(_plain_tensors(module))
         found = {
             name: shown
-            for name, ref, version, shown in self._plain
-            if (tensor := ref()) is not None and version is not None and now.get(name) == (id(tensor), version)
+            for name, seen, version, shown in self._plain
+            if name in now
+            and version is not None
+            and seen.is_of(now[name])
+            and internals.version_of(now[name]) == version
         }
         read = _names_read(module) if found else None
         return found if read is None else {name: shown for name, shown in found.items() if _attribute(name) in read}

@@ -9,14 +9,16 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils.data import Subset, random_split
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
+from ddpdebug.isolation.foreign import attributes_of, is_a, of_class
+from ddpdebug.isolation.local_variables import local_values
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.schema.announcements import Content, IndexList
 from ddpdebug.schema.details import hex_digest
 
@@ -56,28 +58,13 @@ class Held(NamedTuple):
 
 def source_of(dataset: Any) -> str | None:
     """Return the class of the user's data set and where its items are made."""
-    while _is(dataset, Subset):
-        dataset = dataset.dataset
-    made = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
-    code = getattr(made, "__code__", None)
+    while is_a(dataset, Subset):
+        dataset = attributes_of(dataset).get("dataset")
+    made = of_class(type(dataset), "__getitem__") or of_class(type(dataset), "__iter__")
+    code = made.__code__ if type(made) is FunctionType else None
     if code is None or not is_user_file(code.co_filename):
         return None
     return f"{type(dataset).__name__} at {shorten(code.co_filename)}:{code.co_firstlineno}"
-
-
-def length_of(dataset: Any) -> int | None:
-    """Return how many items a data set or a loader says that it has."""
-    try:
-        return len(dataset)
-    except TypeError as error:
-        if is_users(error):
-            raise
-        return None
-
-
-def _is(value: Any, kind: type) -> bool:
-    """Tell whether a value is of a class; `isinstance` would also ask the `__class__` that an object makes up."""
-    return issubclass(type(value), kind)
 
 
 def _is_listed(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -92,14 +79,12 @@ def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[t
     if (whole := _held(dataset)) is not None:
         yield prefix, whole
         return
-    if not hasattr(dataset, "__dict__"):
-        return
     budget = _BUDGET_BYTES
-    for name, value in sorted(vars(dataset).items()):
+    for name, value in sorted(attributes_of(dataset).items()):
         path = f"{prefix}.{name}"
-        if depth == 0 and name == "indices" and _is(dataset, Subset):
+        if depth == 0 and name == "indices" and is_a(dataset, Subset):
             continue  # which `Splits` tells
-        if _is(value, torch.utils.data.Dataset):
+        if is_a(value, torch.utils.data.Dataset):
             yield from held_by(value, path, depth + 1)
             continue
         if (found := _held(value)) is None:
@@ -112,7 +97,7 @@ def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[t
 
 def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
     """Return what a value holds if it is plain data."""
-    if _is(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         digest = fingerprint.sampled_fingerprint(value, _TENSOR_BYTES)[0]
         return Held(digest, min(value.nbytes, _TENSOR_BYTES), _content([("", _rows(value))]))
     if _is_array(value):
@@ -133,7 +118,7 @@ def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
 def _listed(items: Sequence[Any], *, records: bool) -> Held | None:
     """Return what a list holds; `records`: each item may be one."""
     total = len(items)
-    if all(_is(item, torch.Tensor) for item in items[:_MAX_PARTS]):
+    if all(is_a(item, torch.Tensor) for item in items[:_MAX_PARTS]):
         return _tensors(items)
     if (limit := _limit(items)) is None:
         return None
@@ -150,7 +135,7 @@ def _listed(items: Sequence[Any], *, records: bool) -> Held | None:
 
 def _tensors(items: Sequence[Any]) -> Held | None:
     """Return what a list of tensors holds: the columns of one table, or one sample each."""
-    if not all(_is(item, torch.Tensor) for item in items):
+    if not all(is_a(item, torch.Tensor) for item in items):
         return None
     chosen = items[:_MAX_PARTS] if len(items) <= _MAX_PARTS else items[:: len(items) // _MAX_PARTS][:_MAX_PARTS]
     digest = fingerprint.combine([len(items), *(fingerprint.glance(item) for item in chosen)])
@@ -173,7 +158,7 @@ def _limit(items: Sequence[Any]) -> int | None:
 
 def _is_heavy(item: Any, depth: int = 0) -> bool:
     """Tell whether tensors or arrays are in a record."""
-    if _is(item, torch.Tensor) or _is_array(item):
+    if is_a(item, torch.Tensor) or _is_array(item):
         return True
     parts = _parts(item) or []
     return depth < _MAX_DEPTH and any(_is_heavy(part, depth + 1) for part in parts[:_MAX_PARTS])
@@ -234,7 +219,7 @@ def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
     if kind in {torch.Tensor, torch.nn.Parameter}:
         return f"{fingerprint.glance(item):x}"
     numpy = sys.modules.get("numpy")
-    if numpy is not None and _is(item, numpy.generic):
+    if numpy is not None and is_a(item, numpy.generic):
         return repr(item.item())
     if _is_array(item):
         found = _array(item)
@@ -249,12 +234,12 @@ def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
 def _parts(item: Any) -> list[Any] | None:
     """Return what a small record is made of."""
     kind = type(item)
-    if kind in {tuple, list} or (_is(item, tuple) and hasattr(kind, "_fields")):
-        return list(tuple.__iter__(item) if _is(item, tuple) else item)
+    if kind in {tuple, list} or (is_a(item, tuple) and hasattr(kind, "_fields")):
+        return list(tuple.__iter__(item) if is_a(item, tuple) else item)
     if kind is dict:
         return [*item, *item.values()]
-    if hasattr(kind, "__dataclass_fields__") and hasattr(item, "__dict__"):
-        return [*vars(item), *vars(item).values()]
+    if hasattr(kind, "__dataclass_fields__") and (own := attributes_of(item)):
+        return [*own, *own.values()]
     return None
 
 
@@ -326,7 +311,7 @@ class Splits:
 
     def of(self, dataset: Any) -> IndexList | None:
         """Return the indices of a subset and where they come from."""
-        held = vars(dataset).get("indices") if _is(dataset, Subset) else None
+        held = attributes_of(dataset).get("indices") if is_a(dataset, Subset) else None
         if not _is_listed(held):
             return None
         reference, about = self._made.get(id(dataset), (None, None))

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.foreign import attributes_of, is_a, of_class
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.step_state import StepState
@@ -169,14 +170,14 @@ class DeliveredItems:
         if not source.trains or len(order) < _LEAST_ORDER or order != source.order_before or _is_sorted(order):
             return
         sampler = None if (loader := source.loader()) is None else sampler_of(loader)
-        if sampler is None or isinstance(sampler, DistributedSampler) or source.sampler != source.sampler_before:
+        if sampler is None or is_a(sampler, DistributedSampler) or source.sampler != source.sampler_before:
             return  # one that was told the epoch, and keeps its order, does so on purpose: a curriculum
         source.repeated = True
         epoch = source.sampler.get("epoch")
         fact = RepeatedOrder(
             step=self._state.next_step(),
             sampler=type(sampler).__name__,
-            set_epoch=callable(getattr(type(sampler), "set_epoch", None)),
+            set_epoch=of_class(type(sampler), "set_epoch") is not None,
             epoch=epoch if type(epoch) is int else None,
             indices=len(order),
             location=source.location,
@@ -209,14 +210,13 @@ class DeliveredItems:
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return what draws the single indices of a loader, as far as that is known."""
-    inner = None if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    inner = attributes_of(loader.batch_sampler).get("sampler")
     return loader.sampler if inner is None else inner
 
 
 def _numbers(sampler: Any) -> dict[str, int | float]:
     """Return the numbers in an object's attributes; no property of it is asked."""
-    held = getattr(sampler, "__dict__", {})
-    return {name: value for name, value in list(held.items()) if type(value) in {int, float}}
+    return {name: value for name, value in list(attributes_of(sampler).items()) if type(value) in {int, float}}
 
 
 def _is_sorted(order: Sequence[int]) -> bool:
@@ -227,7 +227,7 @@ def _is_sorted(order: Sequence[int]) -> bool:
 
 
 def _can_be_followed(loader: DataLoader[Any]) -> bool:
-    map_style = not isinstance(loader.dataset, IterableDataset)
+    map_style = not is_a(loader.dataset, IterableDataset)
     return map_style and loader.batch_sampler is not None and getattr(loader, "in_order", True)
 
 

@@ -12,7 +12,6 @@ Tested with events that are made by hand: nothing of this has run on CUDA yet.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.devices import captures
 from ddpdebug.isolation.guard import CAPTURES, Guard
 from ddpdebug.probes import training_events as events

@@ -14,7 +14,6 @@ import itertools
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from torch.nn.modules import module as all_modules
 from torch.optim import optimizer as all_optimizers
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.devices import failure
 from ddpdebug.isolation.child import is_disposable
 from ddpdebug.isolation.guard import Guard
@@ -58,7 +58,7 @@ PASSING = {
     ),
     "after_node": ("hooks after nodes of the graph", "on those of a loss that is not finite, until the backward"),
     "on_gradient": ("a hook on the accumulation of gradients", "on each parameter of a DDP or of a watched model"),
-    "when_gone": ("weak references with a callback", "on wrappers, optimizers, parameters, schedulers and models"),
+    "when_gone": ("weak references with a callback", "on wrappers, optimizers, schedulers, models and storages"),
     "at_exit": ("`atexit`", "until it is closed"),
     "in_child": ("`os.register_at_fork`", "for ever; it does nothing once it is closed"),
     "on_collections": (

@@ -1,28 +1,31 @@
 """What is kept of the newest training forwards so that they can be run once more. Never waits for a device.
 
-Inputs are referred to weakly, and their memory and that of the output gradients is held while all of it together stays
-within a bound (see `holding`); a later in-place change shows in their version counters. Outputs and graphs are never
-held. Small things are copied: random state, and the buffers that forward writes.
+The memory of inputs and of output gradients is held while all of it together stays within a bound (see `holding`), and
+otherwise known for as long as the job has it; a later in-place change shows in the version counters. No tensor of the
+job's is held or referred to, no output and no graph. Small things are copied: random state, and the buffers that
+forward writes.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.process_state import Autocast, RandomState
 from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.holding import Kept, Lost, Room, fetch, hold, is_ours_to_keep, size_text, storage_of
+from ddpdebug.probes.holding import Kept, KeptTensor, Lost, Room, fetch, hold, is_ours_to_keep, size_text, storage_of
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import (
     Bus,
@@ -53,7 +56,7 @@ class ForwardCapture:
     modes: bytes = b""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # copies, of those that forward writes
     buffers_lost: int = 0  # buffers that forward writes and that were too large to copy
-    versions: list[tuple[str, Callable[[], Any], int]] = field(default_factory=list)
+    versions: list[tuple[str, Callable[[], int | None], int]] = field(default_factory=list)  # name, now, then
     called_at: tuple[str, int] | None = None  # file and line of the call
     caller: tuple[CodeType, Mapping[str, Any]] | None = None  # the function around that line, and its globals
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by the output's position
@@ -62,7 +65,7 @@ class ForwardCapture:
     number: int = 0  # in its step, from 0
     after: int = 0  # the number of the first autograd node that was made after the forward
     ended: bool = False
-    kept: list[Kept] = field(default_factory=list)  # in `given`
+    kept: list[KeptTensor] = field(default_factory=list)  # in `given`
     pieces: dict[int, int] = field(default_factory=dict)  # memory that is held: address -> bytes
     suspected: bool = False  # its inputs are held whatever their size, until the step is over
 
@@ -83,16 +86,11 @@ class ForwardCapture:
 
     def changed(self) -> list[str]:
         """Return the names of inputs and parameters that were written in place since the forward."""
-        found = []
-        for name, read, version in self.versions:
-            tensor = read()
-            if isinstance(tensor, torch.Tensor) and internals.version_of(tensor) != version:
-                found.append(name)
-        return found
+        return [name for name, read, version in self.versions if (now := read()) is not None and now != version]
 
     def lost(self) -> list[str]:
         """Return what of the arguments was not kept."""
-        return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if isinstance(value, Lost)]
+        return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if is_a(value, Lost)]
 
 
 class ForwardCaptures:
@@ -154,19 +152,19 @@ class ForwardCaptures:
             called_at=None if frame is None else (frame.f_code.co_filename, frame.f_lineno),
             caller=None if frame is None else (frame.f_code, frame.f_globals),
         )
-        capture.kept = list(kept.values())
+        capture.kept = [value for value in kept.values() if type(value) is KeptTensor]
         self.current.append(capture)
-        named = [(path, v) for path, v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        named = [(path, v) for path, v in leaves((args, kwargs)) if issubclass(type(v), torch.Tensor)]
         self._hold_inputs(capture, [(tensor, kept.get(id(tensor))) for _, tensor in named])
+        inputs = [(path, known.version) for path, v in named if type(known := kept.get(id(v))) is KeptTensor]
         model.copy_buffers(capture)
         if not self._held(capture, dict([storage_of(buffer) for buffer in capture.buffers.values()])):
             capture.buffers_lost += len(capture.buffers)
             capture.buffers.clear()
-        for path, tensor in (*named, *model.parameters()):
-            version = internals.version_of(tensor)
+        for path, read in (*inputs, *model.parameters()):
+            version = read()
             if version is not None:
-                known = kept.get(id(tensor))
-                capture.versions.append((path, weakref.ref(tensor) if known is None else known.get, version))
+                capture.versions.append((path, read, version))
 
     def end(self, module: torch.nn.Module, output: Any) -> None:
         """Ask for the gradients of a forward's outputs, which are not held themselves."""
@@ -253,9 +251,9 @@ class ForwardCaptures:
     def _hold_inputs(self, capture: ForwardCapture, inputs: list[tuple[torch.Tensor, Kept | None]]) -> None:
         """Hold the memory of a forward's inputs if all of it fits; say of each why it may be gone later."""
         pieces: dict[int, int] = {}
-        fitting: list[Kept] = []
+        fitting: list[KeptTensor] = []
         for tensor, kept in inputs:
-            if kept is None:  # inside an object, which is not held
+            if type(kept) is not KeptTensor:  # no block of memory, or inside an object
                 continue
             if is_ours_to_keep(tensor):
                 address, size = storage_of(tensor)
@@ -335,7 +333,7 @@ class _Model:
         self.device, self.nbytes = "cpu", 0  # bytes of the parameters
         self.names: tuple[str, ...] = ()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
-        self._parameters: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        self._parameters: list[tuple[str, Callable[[], int | None]]] = []
         self._buffers: list[tuple[str, str, weakref.ref[torch.nn.Module], str]] = []
         self._written: set[str] = set()  # names of modules whose forward writes buffers
         self._before: list[int | None] = []
@@ -353,7 +351,11 @@ class _Model:
         parameters = list(internals.named_parameters(module))
         self.device = parameters[0][1].device.type if parameters else "cpu"
         spread = max(1, -(-len(parameters) // _MAX_VERSIONS))
-        self._parameters = [(f"parameter {name}", weakref.ref(p)) for name, p in parameters[::spread]]
+        owners = {name: ref for (name, _), ref in zip(named, self._modules, strict=True)}
+        self._parameters = [
+            (f"parameter {name}", partial(_version, owners.get(name.rpartition(".")[0]), name.rpartition(".")[2]))
+            for name, _ in parameters[::spread]
+        ]
         self._buffers = [
             (f"{name}.{key}" if name else key, name, weakref.ref(m), key)
             for name, m in named
@@ -369,9 +371,9 @@ class _Model:
         found = [ref() for ref in self._modules]
         return bytes([m is not None and m.training for m in found])
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return a bounded number of parameters: an optimizer step shows in any of them."""
-        return ((name, p) for name, ref in self._parameters if (p := ref()) is not None)
+    def parameters(self) -> Sequence[tuple[str, Callable[[], int | None]]]:
+        """Return what reads the versions of a bounded number of parameters: an optimizer step shows in any of them."""
+        return self._parameters
 
     def copy_buffers(self, capture: ForwardCapture) -> None:
         """Copy the buffers that forward writes, and note the versions of the others."""
@@ -403,6 +405,12 @@ class _Model:
 
 def _drop(models: dict[int, _Model], key: int) -> None:
     models.pop(key, None)
+
+
+def _version(owner: weakref.ref[torch.nn.Module] | None, key: str) -> int | None:
+    module = None if owner is None else owner()
+    parameter = None if module is None else internals.parameters_of(module).get(key)
+    return None if parameter is None else internals.version_of(parameter)
 
 
 def _buffer(module: torch.nn.Module | None, key: str) -> torch.Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ class GradientHooks:
 
     def __init__(self, state: StepState, guard: Guard, numerics: Numerics) -> None:
         self._state, self._run, self._numerics = state, guard.run, numerics
-        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._owners: dict[int, Wrapper] = {}
-        self._handles: list[Any] = []
+        #: By a parameter's number. A handle refers weakly to the table of its hooks, which lives as long as it does.
+        self._handles: dict[int, Any] = {}
         self._entries = entries_of(guard)
         self._now = state.clock.now
         self.last_arrival = 0.0  # of a gradient, by the state's clock
@@ -36,16 +35,14 @@ class GradientHooks:
         """Hook a parameter, once; of several DDPs that have it the newest reduces it."""
         if wrapper is None or not parameter.is_leaf or not parameter.requires_grad:
             return
-        key = id(parameter)  # numbers are used again: forget it with the parameter
-        if key in self._hooked:
+        key = id(parameter)  # numbers are used again
+        known = self._handles.get(key)
+        if known is not None and _is_alive(known):
             if wrapper.index > self._owners[key].index:
                 self._owners[key] = wrapper
             return
-        me = weakref.ref(self)
-        gone = partial(_forget, me, key)
-        self._hooked[key] = self._entries.when_gone("probe:gradients", parameter, gone)
         self._owners[key] = wrapper
-        self._handles.append(self._entries.on_gradient(parameter, on_gradient, me, key))
+        self._handles[key] = self._entries.on_gradient(parameter, on_gradient, weakref.ref(self), key)
 
     def tell(self, look: Callable[[Wrapper], None] | None) -> None:
         """Call somebody for each gradient, or no longer."""
@@ -53,14 +50,13 @@ class GradientHooks:
 
     def forget(self) -> None:
         """Let go of the handles of parameters that are gone."""
-        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self._handles = {key: handle for key, handle in self._handles.items() if _is_alive(handle)}
 
     def release(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self._hooked.clear()
         self._owners.clear()
 
     def arrived(self, key: int, parameter: torch.Tensor) -> None:
@@ -83,9 +79,8 @@ class GradientHooks:
             self._run("probe:numerics-gradients", self._numerics.note_local, key, grad, norm, halved)
 
 
-def _forget(hooks: weakref.ref[GradientHooks], key: int) -> None:
-    if (me := hooks()) is not None:
-        me._hooked.pop(key, None)  # noqa: SLF001 - of this file
+def _is_alive(handle: Any) -> bool:
+    return handle.hooks_dict_ref() is not None
 
 
 def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:

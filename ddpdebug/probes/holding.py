@@ -1,15 +1,14 @@
 """How the arguments of a forward are kept: weakly, and as memory only while that fits a bound in bytes.
 
 A value of the job is never held itself, so it dies when it would without ddpdebug. Of a tensor in ordinary host memory
-another tensor on the same memory is held, up to a bound that is small against the model. Held weakly only is what lies
-on a device, in memory that a loader's worker, NumPy or a file lent (each holds a file descriptor, or an object of the
-user), and every object that is no plain tensor: it is there for as long as the job has it.
+the memory is held, up to a bound that is small against the model. Known only for as long as the job has it is what lies
+on a device, or in memory that a loader's worker, NumPy or a file lent (each holds a file descriptor, or an object of
+the user); so are objects. Of tensors that are no block of memory nothing is kept.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -36,37 +35,59 @@ class Lost:
     what: str
 
 
-class Kept:
-    """Stands for one value among a forward's arguments."""
+class KeptObject:
+    """Stands for an object, which is there for as long as the script has it.
 
-    __slots__ = ("_nbytes", "_strong", "_weak", "why")
+    Raises:
+        TypeError: no weak reference to it can be made.
+    """
 
-    def __init__(self, value: Any) -> None:
-        self._weak: Callable[[], Any] = weakref.ref(value)
-        self._strong: torch.Tensor | None = None
-        self._nbytes = storage_of(value)[1] if isinstance(value, torch.Tensor) else 0
+    __slots__ = ("_object", "why")
+
+    def __init__(self, value: object) -> None:
+        self._object = weakref.ref(value)
         self.why = f"a {type(value).__name__} that the script has let go"
 
     def get(self) -> Any:
-        """Return the value, a tensor without its graph; or `Lost`."""
-        value = self._weak() if self._strong is None else self._strong
-        if value is None:
+        """Return the object, or `Lost`."""
+        value = self._object()
+        return Lost(what=self.why) if value is None else value
+
+
+class KeptTensor:
+    """Stands for a tensor that is plain."""
+
+    __slots__ = ("_memory", "_nbytes", "_requires_grad", "why")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory, self._requires_grad = internals.Memory(tensor), tensor.requires_grad
+        self._nbytes = storage_of(tensor)[1]
+        self.why = f"a {type(tensor).__name__} that the script has let go"
+
+    def get(self) -> Any:
+        """Return a tensor on the same memory, or `Lost`."""
+        tensor = self._memory.tensor()
+        if tensor is None:
             return Lost(what=self.why)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if storage_of(value)[1] < self._nbytes:
+        if storage_of(tensor)[1] < self._nbytes:
             return Lost(what="its memory was given back")
-        return value if value.grad_fn is None else value.detach().requires_grad_(value.requires_grad)
+        return tensor.detach().requires_grad_(self._requires_grad)
+
+    def version(self) -> int | None:
+        """Return how often the tensor was written in place."""
+        return self._memory.version
 
     def hold(self) -> None:
-        """Keep a tensor's memory from here on, if it still is there and in host memory."""
-        value = self._weak()
-        if self._strong is None and type(value) is torch.Tensor and value.device.type == "cpu":
-            self._strong = internals.alias(value).requires_grad_(value.requires_grad)
+        """Keep the memory from here on, if it still is there."""
+        self._memory.hold()
 
     def let_go(self) -> None:
-        """Keep nothing any more."""
-        self._strong = None
+        """Keep it no longer."""
+        self._memory.let_go()
+
+
+#: What stands for one value among a forward's arguments; `why` says why it may be lost.
+Kept = KeptObject | KeptTensor
 
 
 class Room:
@@ -106,25 +127,39 @@ class Room:
 
 def hold(value: Any, kept: dict[int, Kept], depth: int = 0) -> Any:
     """Return the value with containers of its own, and a `Kept` in place of what is not plain; these go into `kept`."""
-    if value is None or isinstance(value, _PLAIN) or (isinstance(value, str | bytes) and len(value) <= _TEXT_BYTES):
+    kind = type(value)  # no `isinstance`, which asks the value
+    if value is None or issubclass(kind, _PLAIN) or (kind in {str, bytes} and len(value) <= _TEXT_BYTES):
         return value
     if depth < _MAX_DEPTH and is_container(value):
         return rebuilt(value, [hold(item, kept, depth + 1) for _, item in items(value)])
-    if not isinstance(value, torch.Tensor) and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-        return Lost(what=f"a {type(value).__name__} with tensors that carry a graph")
     if id(value) not in kept:
-        try:
-            kept[id(value)] = Kept(value)
-        except TypeError as error:  # no weak reference to it can be made
-            if is_users(error):
-                raise
-            return Lost(what=f"a {type(value).__name__}")
+        stands = _kept(value)
+        if type(stands) is Lost:
+            return stands
+        kept[id(value)] = stands
     return kept[id(value)]
+
+
+def _kept(value: Any) -> Any:
+    """Return what stands for a value that is no container."""
+    name = type(value).__name__
+    if issubclass(type(value), torch.Tensor):
+        if not internals.is_plain(value) or value.is_conj() or value.is_neg():
+            return Lost(what=f"a {name} that is no block of memory")
+        return KeptTensor(value)
+    if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+        return Lost(what=f"a {name} with tensors that carry a graph")
+    try:
+        return KeptObject(value)
+    except TypeError as error:  # no weak reference to it can be made
+        if is_users(error):
+            raise
+        return Lost(what=f"a {name}")
 
 
 def fetch(value: Any) -> Any:
     """Return what `hold` was given, as far as it is still there, with `Lost` in place of the rest."""
-    return mapped(value, lambda item: item.get() if isinstance(item, Kept) else item)
+    return mapped(value, lambda item: item.get() if type(item) in {KeptObject, KeptTensor} else item)
 
 
 def is_ours_to_keep(tensor: torch.Tensor) -> bool:

@@ -8,12 +8,12 @@ still holds at the end, the contents are those that the step has left; otherwise
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.loop_calls import StepCalls

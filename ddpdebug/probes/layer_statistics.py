@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -144,7 +143,7 @@ class _Call:
     module: torch.nn.Module
     about: dict[str, Any]
     part: torch.Tensor
-    result: weakref.ref[torch.Tensor]  # dead once its memory may be used again
+    result: internals.Seen  # dead once its memory may be used again
     memory: int  # where it lies
     convolution: bool  # the last layer with weights was one
     sequence: int  # of the node that made it, -1 without one
@@ -164,7 +163,7 @@ class Layers:
         self._notes = LayerSamples()
         self._calls: list[_Call] = []
         self._numbers: list[torch.Tensor] = []
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
+        self._seen: dict[int, tuple[internals.Seen, int | None]] = {}
         self._times: dict[int, int] = {}
         self._stride, self._leaves, self._convolution = 1, 0, False
         self._alive: dict[str, deque[tuple[int, torch.Tensor]]] = {}
@@ -209,13 +208,12 @@ class Layers:
     def _take(self, module: torch.nn.Module, tensor: torch.Tensor, role: str) -> None:
         key, version = id(tensor), internals.version_of(tensor)
         known = self._seen.get(key)
-        if known is not None and known[0]() is tensor and known[1] == version:
+        if known is not None and known[1] == version and known[0].is_of(tensor):
             return
         whole = ranges.real_view(tensor)
         if whole is None or whole.dim() < 2:
             return
-        ref = weakref.ref(tensor)
-        self._seen[key] = (ref, version)
+        seen = self._seen[key] = (internals.Seen(tensor), version)
         part = _part(whole)
         part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
         kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
@@ -224,7 +222,7 @@ class Layers:
         about["leaf"] = self._leaves
         memory = tensor.untyped_storage().data_ptr()
         sequence = -1 if tensor.grad_fn is None else internals.sequence_of(tensor.grad_fn)
-        self._calls.append(_Call(module, about, part, ref, memory, self._convolution, sequence))
+        self._calls.append(_Call(module, about, part, seen[0], memory, self._convolution, sequence))
 
     def _measure(self, call: _Call) -> dict[str, Any]:
         """Return the statistics of a call; what is a position in `numbers` may still be on a device."""
@@ -266,7 +264,7 @@ class Layers:
                 seen = self._measure(call)
                 fired = seen.pop("fired", None)
                 units = self._fired(path, *fired) if fired is not None else {}
-            hidden = before and (call.result() is None or call.memory not in given)
+            hidden = before and (not call.result.is_alive() or call.memory not in given)
             self._notes.calls.append({"path": path, **about, **seen, **units, "hidden": hidden})
         self._take_weights(paths, tensors_in(output))
         self._notes.numbers = device.numbers(self._numbers)

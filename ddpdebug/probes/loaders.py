@@ -8,14 +8,16 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
-from ddpdebug.probes.datasets import Splits, held_by, length_of, source_of
+from ddpdebug.probes.datasets import Splits, held_by, source_of
 from ddpdebug.probes.delivered_items import DeliveredItems, sampler_of
+from ddpdebug.probes.lengths import batches_of, length_of
 from ddpdebug.probes.record import Part, StepRecord, combined
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import (
@@ -99,11 +101,11 @@ class Loaders:
         known["iterations"] += 1
         self._newest = known["index"]
         self.samples = length_of(loader.dataset)
-        self._whole = _batches(loader) == 1
+        self._whole = batches_of(loader) == 1
         self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()
         about = {key: known[key] for key in ("iterations", "attributes", "content")}
-        streams = self._state.world > 1 and isinstance(loader.dataset, IterableDataset)
+        streams = self._state.world > 1 and is_a(loader.dataset, IterableDataset)
         place = {"loader": known["index"], "iterations": known["iterations"], "began": step, "batches": 0}
         self._begun = place if streams else None
         split, line = self._splits.of(loader.dataset), user_location()
@@ -168,13 +170,14 @@ class Loaders:
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     sampler = sampler_of(loader)
-    distributed = isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
+    own = attributes_of(sampler)
+    distributed = is_a(sampler, DistributedSampler) or "num_replicas" in own
     settings: dict[str, Any] = {
         "sampler": type(sampler).__name__,
         "distributed": distributed,
         "length": length_of(loader.dataset),
         "batch_size": loader.batch_size,
-        "batches": _batches(loader),
+        "batches": batches_of(loader),
         "workers": loader.num_workers,
         "prefetch": loader.prefetch_factor,
         "persistent": loader.persistent_workers,
@@ -182,18 +185,7 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "dataset": source_of(loader.dataset),
     }
     for key, name in (("replicas", "num_replicas"), ("rank", "rank"), ("seed", "seed"), ("epoch", "epoch")):
-        settings[key] = getattr(sampler, name, None) if distributed else None
+        settings[key] = own.get(name) if distributed else None
     for key in ("shuffle", "drop_last"):
-        settings[key] = getattr(sampler, key, None) if distributed else None
+        settings[key] = own.get(key) if distributed else None
     return settings
-
-
-def _batches(loader: DataLoader[Any]) -> int | None:
-    """Return how many batches a loader says that it has; None where that would ask a class of the user's."""
-    whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    asked: list[Any] = [getattr(type(thing), "__len__", None) for thing in (loader, whole)]
-    if type(whole) is BatchSampler:
-        asked.append(getattr(type(whole.sampler), "__len__", None))
-    shipped = all(str(getattr(how, "__module__", "builtins")).startswith(("torch.", "builtins")) for how in asked)
-    # an IterableDataset's loader remembers the answer, and warns where it is exceeded
-    return length_of(loader) if shipped and not isinstance(loader.dataset, IterableDataset) else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
@@ -155,7 +156,7 @@ class LoopCalls:
 
     def observed(self, name: str, loss: Any) -> None:
         """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
-        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+        value = loss.detach() if is_a(loss, torch.Tensor) else torch.tensor(float(loss))
         losses, reader = self._state.since.parts[Losses], loss_reader(value, None)
         if name == "loss":
             losses.given, losses.told = [reader], True
@@ -201,7 +202,7 @@ class LoopCalls:
         The list is held until then, unless it is large, or a forward comes first.
         """
         lists = [event.outputs, *(some for some, _ in self._lists)]
-        size = sum(o.nbytes for some in lists for o in some if isinstance(o, torch.Tensor))
+        size = sum(o.nbytes for some in lists for o in some if is_a(o, torch.Tensor))
         if len(self._lists) <= _MAX_GATHERS and size <= _GATHERED_BYTES:
             fact = announcements.Gathered(location=event.location, shapes=(tuple(event.tensor.shape),))
             self._lists.append((event.outputs, fact))
@@ -214,7 +215,7 @@ class LoopCalls:
         """Note which gathers have cut the gradient: those whose own slot was not put back."""
         lists, self._lists = self._lists, []
         for outputs, fact in lists:
-            if any(isinstance(o, torch.Tensor) and o.requires_grad for o in outputs):
+            if any(is_a(o, torch.Tensor) and o.requires_grad for o in outputs):
                 continue  # the usual way to keep the local gradient
             self._state.since.parts[StepCalls].gathered.append(fact)
             if self._gathers < _MAX_GATHERS:

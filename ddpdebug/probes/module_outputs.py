@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
@@ -54,7 +54,7 @@ class ForwardProbe:
         self._micro_batch = 0
         self._step = 0
         self._calls: dict[int, int] = {}
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}  # id -> (tensor, version) looked at
+        self._seen: dict[int, tuple[internals.Seen, int | None]] = {}  # id -> (tensor, version) looked at
         self._bad: list[tuple[list[torch.nn.Module], dict[str, Any]]] = []  # with the modules around, as they end
         self._near: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._pending: list[tuple[torch.nn.Module, dict[str, Any], torch.Tensor, torch.Tensor]] = []
@@ -120,7 +120,7 @@ class ForwardProbe:
         key = id(module)
         call = self._calls[key] = self._calls.get(key, -1) + 1
         self._order += 1
-        tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        tensors = (output,) if is_a(output, torch.Tensor) else tensors_in(output)
         for position, tensor in enumerate(tensors):
             if self._known(tensor):
                 continue
@@ -142,9 +142,9 @@ class ForwardProbe:
         """Tell whether the very same tensor was looked at, unchanged: a container hands on what its last child gave."""
         key, version = id(tensor), internals.version_of(tensor)
         known = self._seen.get(key)
-        if known is not None and known[1] == version and known[0]() is tensor:
+        if known is not None and known[1] == version and known[0].is_of(tensor):
             return True
-        self._seen[key] = (weakref.ref(tensor), version)
+        self._seen[key] = (internals.Seen(tensor), version)
         return False
 
     def _entry(self, module: torch.nn.Module, call: int, position: int) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Numerics:
                 self._guard.run("probe:layers", self.layers.end, root, looks.prefix, event.outputs())
         looks.forwards += 1
         tensors = event.outputs()[:_MAX_OUTPUTS]
-        looks.outputs = [weakref.ref(tensor) for tensor in tensors]
+        looks.outputs = [internals.Memory(tensor) for tensor in tensors if internals.is_plain(tensor)]
         if not self._state.checking:
             return
         for tensor in tensors:
@@ -343,7 +343,7 @@ class Numerics:
         """Complete the detail of a step in which something is wrong."""
         found: dict[str, Any] = {}
         if looks.output_finite is None:
-            outputs = [t for ref in looks.outputs if (t := ref()) is not None]
+            outputs = [t for memory in looks.outputs if (t := memory.tensor()) is not None]
             spans = [span for t in outputs if (span := ranges.read(t)) is not None]
             found["output_finite"] = all(math.isfinite(n) for span in spans for n in span) if spans else None
         module = None if looks.module is None else looks.module()

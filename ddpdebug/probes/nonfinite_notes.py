@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.schema.details import (
     BadInput,
@@ -37,7 +37,7 @@ class Looks(Part, key="probe:numerics-forward"):
     prefix: str = ""  # of its modules' paths
     model: str | None = None  # its class
     called: tuple[str, int] | None = None  # file and line that called it
-    outputs: list[Any] = field(default_factory=list)  # weak references to what it returned
+    outputs: list[Any] = field(default_factory=list)  # `Memory` of what it returned
     output_finite: bool | None = None
     entry: EntryGradient | None = None
     later_inputs: list[Callable[[], list[BadInput]]] = field(default_factory=list)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper, slot_of
 from ddpdebug.probes.entries import Entries
@@ -94,7 +95,7 @@ class OptimizerWatch:
         self.mark: Mark | None = None  # by which a change after the last step is known
         self._members: list[str] = []  # which parameters each group holds, as text
         self._key: tuple[int, ...] = ()
-        self._forgotten: list[weakref.ref[torch.Tensor]] = []
+        self._forgotten: dict[int, internals.Seen] = {}  # parameters of optimizers that have ended
         self._aliased = False  # `params` are objects of ours over the job's memory
 
     def _ended(self) -> None:
@@ -103,7 +104,7 @@ class OptimizerWatch:
         if not plain or sum(_bytes(p) for p in self.params) > _KEPT_BYTES:
             self.forget()
             return
-        self._forgotten += [weakref.ref(p) for p in self.params]
+        self._forgotten |= {id(p): internals.Seen(p) for p in self.params}
         self.params = [internals.alias(p) for p in self.params]  # their memory; the job's own objects may die
         self._aliased = True
         rows = zip(self.table, self.params, strict=True)
@@ -117,14 +118,22 @@ class OptimizerWatch:
     def forget(self) -> None:
         """Let go of the parameters when no optimizer has them any more: watching a model must not keep it alive."""
         if not self.optimizers():
-            self._forgotten += [weakref.ref(p) for p in self.params]
+            self._forgotten |= {id(p): internals.Seen(p) for p in self.params}
             self.names, self.params, self.ids, self.owned = [], [], [], []
             self.owners, self.wrappers, self._key, self.table = [], [], (), ()
 
-    def identities(self) -> set[int]:
-        """Return the ids of the living parameters that are or were stepped here."""
-        current = () if self._aliased else self.params
-        return {id(p) for p in (*current, *(ref() for ref in self._forgotten)) if p is not None}
+    def stepped(self, params: Iterable[torch.Tensor]) -> int:
+        """Return how many of some parameters are or were stepped here."""
+        current: set[int] = set() if self._aliased else set(self.ids)
+        known = self._forgotten
+        return len(
+            [p for p in params if id(p) in current or ((seen := known.get(id(p))) is not None and seen.is_of(p))]
+        )
+
+    def number(self) -> int:
+        """Return how many living parameters are or were stepped here."""
+        current: set[int] = set() if self._aliased else set(self.ids)
+        return len(current | {key for key, seen in self._forgotten.items() if seen.is_alive()})
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the living optimizers behind this watch."""
@@ -190,9 +199,9 @@ class OptimizerWatch:
         """Return the learning rate of the first group."""
         groups = self.groups()
         value = groups[0].get("lr") if groups else None
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             return float(value) if value.device.type == "cpu" else float("nan")
-        return float(value) if isinstance(value, int | float) else float("nan")
+        return float(value) if is_a(value, int | float) else float("nan")
 
     def state(
         self, *, whole: bool = False
@@ -215,7 +224,7 @@ class OptimizerWatch:
             for optimizer in optimizers:
                 if p in optimizer.state:
                     for key, value in _flatten("", optimizer.state[p]):
-                        if isinstance(value, torch.Tensor):
+                        if is_a(value, torch.Tensor):
                             keys.append((name, key))
                             tensors.append(value)
                         else:
@@ -267,23 +276,23 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         value = group[key]
         if key in {"params", "param_names"} or callable(value):
             continue
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             if value.device.type == "cpu" and value.numel() == 1:
                 yield key, value.item()
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif value is None or is_a(value, bool | int | float | str):
             yield key, value
-        elif isinstance(value, tuple | list) and all(isinstance(v, bool | int | float | str) for v in value):
+        elif is_a(value, tuple | list) and all(is_a(v, bool | int | float | str) for v in value):
             yield key, list(value)
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if is_a(value, dict):
         for key in sorted(value, key=str):
             yield from _flatten(f"{prefix}.{key}" if prefix else str(key), value[key])
-    elif isinstance(value, list | tuple):
+    elif is_a(value, list | tuple):
         for i, item in enumerate(value):
             yield from _flatten(f"{prefix}[{i}]", item)
-    elif value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+    elif value is None or is_a(value, bool | int | float | str | torch.Tensor):
         yield prefix, value
 
 
@@ -323,8 +332,10 @@ def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]
 
     An optimizer that is built again on one rank only is then still compared with the others' of that number.
     """
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    taken_over = (w.index for w in reversed(watches) if params and params == w.identities())
+    params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    taken_over = (
+        w.index for w in reversed(watches) if params and w.stepped(params.values()) == w.number() == len(params)
+    )
     return next(taken_over, len({w.index for w in watches}))
 
 
@@ -333,6 +344,6 @@ def first_step(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatc
 
     It goes on where the one that it replaces has stopped, and is in the same round as those beside it (GAN).
     """
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    replaced = [w.step for w in watches if params & w.identities()]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    replaced = [w.step for w in watches if w.stepped(params)]
     return max(replaced, default=max((w.step - 1 for w in watches), default=0))

@@ -11,11 +11,11 @@ override of a script's own class of works, and call itself for ever.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug import fingerprint
+from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.isolation.process_state import RandomState
-from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, location, user_frame
+from ddpdebug.isolation.user_code import is_user_file, is_users, location, user_frame
 from ddpdebug.probes.async_copy import LaterOne
 from ddpdebug.probes.loss_line import scope_at
 from ddpdebug.probes.recorder import Forwards

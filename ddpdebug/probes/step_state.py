@@ -7,13 +7,13 @@ it goes with the step's record, and a new one begins.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpdebug.clock import time
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import SinceLastStep

@@ -6,10 +6,9 @@ away, as after `zero_grad()`. Schedulers and the code around it see an ordinary 
 
 from __future__ import annotations
 
-import time
-
 import torch
 
+from ddpdebug.clock import time
 from ddpdebug.errors import FindingError
 from ddpdebug.exchange.step_vote import Ballot, NumericGuard
 from ddpdebug.isolation.guard import Guard

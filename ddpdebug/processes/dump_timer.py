@@ -16,12 +16,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
+
+from ddpdebug.clock import time
 
 _TASKS = Path("/proc/self/task")
 #: How long a fork waits for a change of the timer in another thread, which takes microseconds.

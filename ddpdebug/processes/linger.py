@@ -19,10 +19,11 @@ import signal
 import socket
 import struct
 import threading
-import time
 from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from ddpdebug.clock import time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

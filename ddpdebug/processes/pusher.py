@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpdebug.clock import time
 from ddpdebug.run_directory.mirror import Held, Mirror, Piece, encode
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.isolation.user_code import is_user_file
 from ddpdebug.processes.dump_timer import TIMER

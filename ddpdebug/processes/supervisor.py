@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+from ddpdebug.clock import time
 
 #: How long the processes have for their own ending before they are killed.
 GRACE_SECONDS = 5.0

@@ -14,7 +14,6 @@ import secrets
 import stat
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.isolation import background
 from ddpdebug.isolation.user_code import location

@@ -27,13 +27,13 @@ import shutil
 import stat
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk, kind_of
 from ddpdebug.progress import kernel
 

@@ -7,12 +7,12 @@ every text is cut, and only ranks that the run can have are looked for. Nothing 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.progress import black_box, kernel
 from ddpdebug.progress.waits import SILENT_SECONDS, Seen, where
 from ddpdebug.run_directory.reader import RANKS

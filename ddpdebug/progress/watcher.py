@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ddpdebug.clock import time
 from ddpdebug.progress import foreign_stack, frames, kernel
 from ddpdebug.progress.waits import WAIT_SECONDS
 from ddpdebug.schema.progress import MOST_RECENT, Call, Noted, RankProgress

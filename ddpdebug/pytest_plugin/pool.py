@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -25,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from ddpdebug.clock import time
 from ddpdebug.pytest_plugin.rank_setup import rank_setup
 from ddpdebug.pytest_plugin.results import RankResult
 from ddpdebug.pytest_plugin.stacks import WHERE_ARE_YOU

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Generator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.pytest_plugin.stacks import WHERE_ARE_YOU
 

@@ -13,13 +13,13 @@ import json
 import os
 import re
 import stat
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddpdebug.clock import time
 from ddpdebug.schema.run_state import run_key
 
 RUN = "run.json"

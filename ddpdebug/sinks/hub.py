@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ddpdebug.clock import time
 from ddpdebug.sinks import Record, RunEnded, RunStarted, Trouble
 
 #: What is waited for at the end of a rank that nothing outlives.

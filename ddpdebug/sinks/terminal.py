@@ -10,15 +10,16 @@ would be overwritten by the job's own prints, or overwrite them. The title that 
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import sys
-import time
+import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO
 
+from ddpdebug.clock import time
 from ddpdebug.errors import essence
 from ddpdebug.printing import write
 from ddpdebug.schema.coverage import Coverage, Weight
@@ -67,14 +68,16 @@ _LABEL_WIDTH = 10
 _UNTIL_IT_MATTERS = "RANK111"
 #: Evidence that is found out later and worth a second block: the first differing element.
 _LOCATED = frozenset({"index", "values"})
+#: Styles of the terminal, by their numbers; a badge is bold, black or white, on a colour.
+_BOLD, _DIM, _CYAN, _COMMAND = "1", "2", "36", "1;32"
 _BADGE = {
-    Severity.INFO: "bold black on cyan",
-    Severity.WARNING: "bold black on yellow",
-    Severity.ERROR: "bold white on red",
-    Severity.CRITICAL: "bold white on red",
+    Severity.INFO: "1;30;46",
+    Severity.WARNING: "1;30;43",
+    Severity.ERROR: "1;37;41",
+    Severity.CRITICAL: "1;37;41",
 }
 _INDENT = 12
-_LINE = {"what": "bold", "perhaps": "dim", "where": "cyan"}
+_LINE = {"what": _BOLD, "perhaps": _DIM, "where": _CYAN}
 _ASCII = str.maketrans({"·": "-", "…": "~"})
 
 
@@ -383,33 +386,28 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _styled_block(finding: Finding, title: str, content: list[Part], *, width: int, color: bool) -> str:
-    """Return the block as text with the terminal's escape codes. Texts are never read as rich's markup."""
-    from rich.console import Console  # noqa: PLC0415 - rich is only loaded when it is used
-    from rich.text import Text  # noqa: PLC0415
+    """Return the block with the terminal's escape codes.
 
-    head = Text.assemble(
-        (f" {clean(finding.code, 20)} " if color else f"{clean(finding.code, 20)}", _BADGE[finding.severity]),
-        (f" {finding.severity.label}  ", "bold"),
-        (title, "bold"),
-        "  ddpdebug",
-    )
-    head.stylize("dim", len(head) - len("ddpdebug"))
-    target = io.StringIO()
-    console = Console(
-        file=target,
-        width=width,
-        force_terminal=True,
-        color_system="standard" if color else None,
-        legacy_windows=False,
-        highlight=False,
-        emoji=False,
-    )
-    console.print(head, soft_wrap=True)
+    Without the help of rich: it draws from Python's global random numbers when it is imported, which are the job's.
+    """
+
+    def styled(text: str, codes: str) -> str:
+        return f"\x1b[{codes}m{text}\x1b[0m" if color and codes and text else text
+
+    code = clean(finding.code, 20)
+    badge = styled(f" {code} ", _BADGE[finding.severity]) if color else code
+    found = [f"{badge}{styled(f' {finding.severity.label}  {title}', _BOLD)}  {styled('ddpdebug', _DIM)}"]
     for label, lines in content:
         for i, line in enumerate(lines):
-            style = "bold green" if line.startswith("ddpdebug explain ") else _LINE.get(label, "")
-            for j, part in enumerate(Text(line, style).wrap(console, width - _INDENT, overflow="fold")):
-                part.rstrip()
+            codes = _COMMAND if line.startswith("ddpdebug explain ") else _LINE.get(label, "")
+            for j, part in enumerate(_wrapped(line, width - _INDENT)):
                 margin = f"  {label if i == j == 0 else ''}".ljust(_INDENT)
-                console.print(Text.assemble((margin, "dim"), part), soft_wrap=True)
-    return target.getvalue()
+                found.append(styled(margin, _DIM) + styled(part, codes))
+    return "".join(f"{line}\n" for line in found)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Return a text's lines of at most `width` cells; some characters take two."""
+    cells = "".join(f"{c}\0" if unicodedata.east_asian_width(c) in {"W", "F"} else c for c in line)
+    parts = textwrap.wrap(cells, max(1, width), break_on_hyphens=False, replace_whitespace=False, expand_tabs=False)
+    return [part.replace("\0", "").rstrip() for part in parts] or [""]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import torch.distributed as dist
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.errors import UsageError
 from ddpdebug.sinks.text import ranks_text
 

@@ -8,7 +8,6 @@ import inspect
 import os
 import struct
 import sys
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # typ
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ddpdebug.clock import time
 from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.collective_calls import (
     counts_messages as counts_messages,
@@ -46,6 +46,7 @@ from ddpdebug.torch_internals.loss_functions import (
     is_readable as is_readable,
     look_at_losses as look_at_losses,
 )
+from ddpdebug.torch_internals.marks import Memory as Memory, Seen as Seen
 from ddpdebug.torch_internals.memory import (
     accelerator as accelerator,
     current_node as current_node,
@@ -53,6 +54,7 @@ from ddpdebug.torch_internals.memory import (
     device_memory_stats as device_memory_stats,
     memory_snapshot as memory_snapshot,
     memory_summary as memory_summary,
+    number_of_samples as number_of_samples,
     observe_out_of_memory as observe_out_of_memory,
     record_memory_history as record_memory_history,
     stop_memory_history as stop_memory_history,
@@ -100,6 +102,7 @@ from ddpdebug.torch_internals.replaying import (
     next_sequence as next_sequence,
     own_buffers as own_buffers,
     own_parameters as own_parameters,
+    parameters_of as parameters_of,
     saved_of as saved_of,
     sequence_of as sequence_of,
     syncs_statistics as syncs_statistics,

@@ -100,6 +100,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(names.storage_id(storage))
 
 
+def number_of_samples(sampler: Mapping[str, Any]) -> int | None:
+    """Return how many samples a `RandomSampler` was told to draw, from its attributes; None: as many as there are."""
+    number = sampler.get(names.NUMBER_OF_SAMPLES)
+    return number if type(number) is int else None
+
+
 def worker_pids(iterator: Any) -> list[int]:
     """Return the process ids of a DataLoader iterator's workers."""
     return [int(worker.pid) for worker in getattr(iterator, names.WORKERS, ()) if worker.pid is not None]

@@ -49,6 +49,10 @@ def _none() -> None:
     return None
 
 
+def _nobody(_: object) -> None:
+    return None
+
+
 def _nothing(**_: object) -> bytes:
     return b""
 
@@ -194,6 +198,10 @@ _TENSORS = Feature(
 )
 version: Callable[[Any], int] = reader("torch.Tensor._version", _TENSORS)
 storage_id: Callable[[Any], int] = reader("torch.UntypedStorage._cdata", _TENSORS, off="memory is not counted")
+#: From what `StorageWeakRef` of torch's multiprocessing refers to.
+storage_from_weak: Callable[[int], Any] = thing(
+    "torch.UntypedStorage._new_with_weak_ptr", _TENSORS, otherwise=_nobody, off="of large inputs nothing is kept"
+)
 is_functorch_wrapped: Callable[[Any], bool] = thing(
     "torch._C._functorch.is_functorch_wrapped_tensor",
     _TENSORS,
@@ -423,6 +431,12 @@ NEXT_INDICES = key(
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
     _DATA,
     off="what ranks are given for the same index is not compared",
+)
+NUMBER_OF_SAMPLES = key(
+    "torch.utils.data.RandomSampler._num_samples",
+    _DATA,
+    stored_by="torch.utils.data.RandomSampler.__init__",
+    off="of a sampler that draws another number of samples it is not known how many",
 )
 WORKERS = key(
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",

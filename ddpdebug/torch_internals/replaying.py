@@ -29,6 +29,12 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return table
 
 
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return a module's own table of parameters."""
+    table: dict[str, torch.nn.Parameter | None] = getattr(module, names.PARAMETERS)
+    return table
+
+
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return a module's own parameters, those of its children left out; `parameters` may be a method of the user's."""
     return [parameter for parameter in getattr(module, names.PARAMETERS).values() if parameter is not None]

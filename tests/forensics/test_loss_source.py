@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.nn import functional
 from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss.loss_source import Place, best_fits, place_of
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import local_values, location, user_frame
+from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.probes.forward_capture import ForwardCaptures
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -310,43 +309,6 @@ def test_without_source_nothing_is_said() -> None:
 def test_best_fits(written: list[set[str]], nodes: list[str], bad: int, fits: list[int]) -> None:
     """What stands around an operation tells which of several it is."""
     assert best_fits(written, nodes, bad)[0] == fits
-
-
-def _reads() -> tuple[Any, Any, dict[str, Any]]:  # no `assert` here: pytest writes `locals()` into it
-    tensor = torch.ones(3)
-    ref = weakref.ref(tensor)
-    frame = sys._getframe()
-    read = list(local_values(frame))
-    del tensor
-    return ref, read, local_values(frame)
-
-
-def _keeps() -> dict[str, Any]:
-    kept = locals()
-    kept["note"] = 1
-    return {"read": local_values(sys._getframe()), "kept": kept, "note": locals().get("note")}
-
-
-def _reads_one(x: int) -> dict[str, Any]:
-    return local_values(sys._getframe())
-
-
-def test_reading_locals_leaves_nothing_behind() -> None:
-    """A tensor that the function lets go of is gone; a function that has its variables as a dictionary keeps them."""
-    ref, first, then = _reads()
-    assert ref() is None
-    assert (set(first), set(then)) == ({"tensor", "ref", "frame"}, {"ref", "frame", "read"})
-    before_3_13 = sys.version_info < (3, 13)
-    found = _keeps()
-    assert found["kept"]["note"] == 1
-    assert found["note"] == (1 if before_3_13 else None)
-    assert not before_3_13 or found["read"] == {}
-    sys.setprofile(lambda *_: None)
-    try:
-        read = _reads_one(3)
-    finally:
-        sys.setprofile(None)
-    assert read == ({} if before_3_13 else {"x": 3})
 
 
 def test_hooks_change_no_gradient() -> None:

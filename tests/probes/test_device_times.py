@@ -238,7 +238,7 @@ def test_what_goes_into_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_waits_in_the_training_thread(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step asks no event for anything, also where the device is far behind."""
     rank.stream.done = False
-    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the training thread waits"))
+    monkeypatch.setattr(device_times.time, "sleep", lambda _: pytest.fail("the training thread waits"))
     asked = rank.stream.asked
     rank.step()
     assert rank.stream.asked == asked
@@ -339,7 +339,7 @@ def test_a_device_that_is_late_is_asked_less_and_less_often(rank: Rank, monkeypa
 
     rank.step()
     rank.stream.done, asked = False, rank.stream.asked
-    monkeypatch.setattr(time, "sleep", pause)
+    monkeypatch.setattr(device_times.time, "sleep", pause)
     assert rank.row().forward_seconds == 1.0
     assert pauses == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05]
     assert rank.stream.asked - asked < 2 * len(pauses) + 10

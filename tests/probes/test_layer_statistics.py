@@ -209,11 +209,11 @@ def test_a_hidden_activation_is_hidden_wherever_it_lay() -> None:
     """Its memory may have been used again for the output, which is told apart from the output itself."""
     net, layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Layers()
     assert layers.begin(SinceLastStep(), net)
-    hidden = torch.randn(64, 64)
-    storage = hidden.untyped_storage()
+    memory = bytearray(4 * 64 * 64)
+    hidden = torch.frombuffer(memory, dtype=torch.float32).view(64, 64)
     layers.look(net[0], (), hidden)
     del hidden
-    output = torch.empty(0).set_(storage, 0, (64, 64))  # type: ignore[call-overload]  # the same memory
+    output = torch.frombuffer(memory, dtype=torch.float32).view(64, 64)  # at the same address
     layers.look(net[1], (), output)
     layers.end(net, "", output)
     notes = layers._notes

@@ -14,7 +14,8 @@ _PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 
 #: From the first to the last: a room imports from earlier lines only, also for annotations.
 _LAYERS = (
-    ("_version", "disk", "printing", "redaction", "schema", "torch_internals"),
+    ("_version", "clock"),
+    ("disk", "printing", "redaction", "schema", "torch_internals"),
     ("errors", "fingerprint"),
     ("devices", "triton_kernels"),
     ("detectors", "device_fingerprint", "isolation"),

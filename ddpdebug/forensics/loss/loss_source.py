@@ -15,7 +15,8 @@ from typing import Any
 
 from ddpdebug.forensics.loss.loss_graph import kind_of
 from ddpdebug.forensics.loss.source_reading import Reader, Written, function_tree
-from ddpdebug.isolation.user_code import local_values, location, user_frame
+from ddpdebug.isolation.local_variables import local_values
+from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.probes.loss_line import assignment, backward_call, names_in, scope_at
 
 _MAX_NODES = 400

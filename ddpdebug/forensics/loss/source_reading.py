@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.user_code import is_user_file, is_users
 
 _MAX_DEPTH = 6
@@ -289,35 +290,35 @@ def _is_readable(file: str) -> bool:
 def _function(target: object) -> tuple[FunctionType | None, object]:
     """Return the Python function that a call of `target` runs, and what is its first argument."""
     kind = type(target)
-    if isinstance(target, FunctionType):
+    if is_a(target, FunctionType):
         wrapped = target.__dict__.get("__wrapped__")
-        return _function(wrapped) if isinstance(wrapped, FunctionType) else (target, _UNKNOWN)
-    if isinstance(target, MethodType):
+        return _function(wrapped) if is_a(wrapped, FunctionType) else (target, _UNKNOWN)
+    if is_a(target, MethodType):
         return _function(target.__func__)[0], target.__self__
-    if isinstance(target, staticmethod):
+    if is_a(target, staticmethod):
         return _function(target.__func__)
     if kind is functools.partial:
         return _function(target.func) if not target.args else (None, _UNKNOWN)  # type: ignore[attr-defined]
-    if target is _UNKNOWN or isinstance(target, type):
+    if target is _UNKNOWN or is_a(target, type):
         return None, _UNKNOWN
     name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
     own = inspect.getattr_static(kind, name, None)
-    return (own, target) if isinstance(own, FunctionType) else (None, _UNKNOWN)
+    return (own, target) if is_a(own, FunctionType) else (None, _UNKNOWN)
 
 
 def _attribute(owner: Any, name: str) -> Any:
     """Return an attribute without running a property or `__getattr__`."""
-    if owner is _UNKNOWN or isinstance(owner, ast.AST):
+    if owner is _UNKNOWN or is_a(owner, ast.AST):
         return _UNKNOWN
     if issubclass(type(owner), torch.nn.Module) and name in (modules := owner.__dict__.get(internals.MODULES, {})):
         return modules[name]
     found = inspect.getattr_static(owner, name, _UNKNOWN)
-    if isinstance(found, FunctionType) and not isinstance(owner, type) and inspect.ismodule(owner) is False:
+    if is_a(found, FunctionType) and not is_a(owner, type) and inspect.ismodule(owner) is False:
         in_own = name in getattr(owner, "__dict__", {})
         return found if in_own else MethodType(found, owner)
-    if isinstance(found, classmethod):
-        return MethodType(found.__func__, owner if isinstance(owner, type) else type(owner))
-    return _UNKNOWN if isinstance(found, property) else found
+    if is_a(found, classmethod):
+        return MethodType(found.__func__, owner if is_a(owner, type) else type(owner))
+    return _UNKNOWN if is_a(found, property) else found
 
 
 def _item(owner: Any, key: object) -> Any:

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
+from ddpdebug.isolation.local_variables import local_values
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.graph_lifetime import marked_step
 from ddpdebug.schema.details import Holder, Holders
 
@@ -225,7 +226,7 @@ def _frame_items(frame: FrameType | None) -> Iterator[tuple[Any, _Place]]:
     others = tuple(f.__code__ for f in list(frame.f_globals.values()) if type(f) is FunctionType)
     line = f"{shorten(code.co_filename)}:{frame.f_lineno}"
     variables = local_values(frame) if code.co_flags & inspect.CO_OPTIMIZED else frame.f_locals
-    for name, value in list(variables.items()):
+    for name, value in list(variables.items()) if type(variables) is dict else ():  # a metaclass may give another one
         if not name.startswith("__"):
             yield value, _Place(name, None if top else code.co_name, (code, *others), name, line)
 

@@ -26,8 +26,10 @@ from ddpdebug.detectors.mem.growth import size_text
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.oom_text import render
 from ddpdebug.forensics.memory.snapshot import by_line
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.isolation.user_code import is_user_file, is_users, local_values, shorten
+from ddpdebug.isolation.local_variables import local_values
+from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.memory import Failure, MemoryProbe
 from ddpdebug.probes.step_state import StepState
@@ -245,9 +247,9 @@ def where(
             line = f"{shorten(file)}:{number}"
         if frame.f_code.co_name in {"forward", *internals.CALLS}:
             running = local_values(frame).get("self")
-            if isinstance(running, torch.nn.Module) and not isinstance(running, DistributedDataParallel):
+            if is_a(running, torch.nn.Module) and not is_a(running, DistributedDataParallel):
                 module = names.get(id(running), type(running).__name__)
-                phase = phase or ("loss" if isinstance(running, internals.LOSS_MODULES) else "forward")
+                phase = phase or ("loss" if is_a(running, internals.LOSS_MODULES) else "forward")
         elif frame.f_code.co_name in internals.LOSSES and file.endswith("/torch/nn/functional.py"):
             phase = phase or "loss"
     if phase == "backward" and module is None:

@@ -17,7 +17,6 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug._version import __version__
+from ddpdebug.clock import utc_now
 from ddpdebug.disk import Disk, NoRoomError
 from ddpdebug.forensics.replay.tensor_file import can_write, write_tensors
 from ddpdebug.nested import is_container, items, tensors_in
@@ -262,7 +262,7 @@ def _origin(module: torch.nn.Module) -> dict[str, Any]:
         "format": FORMAT,
         "ddpdebug": __version__,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "time": utc_now().strftime("%Y-%m-%dT%H:%M:%SZ"),
         "script": sys.argv[0] if sys.argv else None,
         "model": {"module": kind.__module__, "class": kind.__qualname__, "file": file, "line": line},
         "modules": [{"path": path, "class": type(m).__qualname__, "text": _text(m)} for path, m in named],

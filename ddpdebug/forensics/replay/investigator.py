@@ -7,7 +7,6 @@ finds comes later, in a thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss.loss_source import place_of

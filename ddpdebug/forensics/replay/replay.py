@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.forensics.replay.prepared import Prepared
 from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import ends_stack, line_of

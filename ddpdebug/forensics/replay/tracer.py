@@ -9,7 +9,6 @@ that has not been written yet is nobody's fault either.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import user_stack
 from ddpdebug.isolation.user_code import is_users

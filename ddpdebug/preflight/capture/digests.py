@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.nested import tensors_in_objects
 from ddpdebug.preflight.capture.tape import Tape
 

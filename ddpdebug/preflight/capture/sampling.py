@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import cloned, mapped
 from ddpdebug.preflight.capture.copies import loader_restorer, loader_twin

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import torch
 
+from ddpdebug.clock import time
 from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.monitor.seeding import WORKSPACE

@@ -14,7 +14,6 @@ beside torch's loss function, or draws random numbers.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug.clock import time
 from ddpdebug.isolation.process_state import RandomState, kept_random_state
 from ddpdebug.preflight.capture.copies import OptimizerFor, copied
 from ddpdebug.preflight.observe import LossCall, observe

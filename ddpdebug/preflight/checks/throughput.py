@@ -7,7 +7,6 @@ those of a run: `share` is the share of a step that waits for data, as in SLOW60
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
 from ddpdebug.detectors.slow.slow602_input_bound import InputBound
 from ddpdebug.isolation.process_state import kept_random_state
 from ddpdebug.nested import tensors_in

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -15,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from ddpdebug.ci.json_junit import EPOCH, add_property, add_suite, document, new_case, xml_text
+from ddpdebug.clock import time
 from ddpdebug.preflight.output.figures import save_figures
 from ddpdebug.preflight.output.page import page
 from ddpdebug.preflight.output.results import Check, Status

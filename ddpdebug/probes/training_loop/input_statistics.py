@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes.entries import Entries
 from ddpdebug.schema.announcements import InputStatistics
 from ddpdebug.torch_internals import anything_compiled, is_plain
@@ -77,7 +78,7 @@ class Inputs:
         if self.over or not self._hook.is_on or not isinstance(module, _LAYERS):
             return
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or not _readable(tensor):
+        if not is_a(tensor, torch.Tensor) or not _readable(tensor):
             self.over = True
             self.release()
             return

@@ -8,7 +8,7 @@ part in eval mode, a copy of one that trains, parameters that somebody writes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,16 +29,28 @@ class _Part(NamedTuple):
     """A module without gradients, and its parameters with their versions at that time."""
 
     about: NoGradPart
-    marks: Sequence[tuple[str, weakref.ref[nn.Parameter], int | None]]
+    prefix: str
+    module: weakref.ref[nn.Module]
+    marks: Mapping[str, tuple[int, int | None]]  # by name: number and version
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """Return those that are still where they were."""
+        module = self.module()
+        found = {} if module is None else dict(internals.named_parameters(module))
+        return {name: p for name, (key, _) in self.marks.items() if (p := found.get(name)) is not None and id(p) == key}
 
     def lacks_gradients(self) -> bool:
-        params = [ref() for _, ref, _ in self.marks]
-        return all(p is not None and p.grad is None and p.requires_grad for p in params)
+        params = self.params().values()
+        return len(params) == len(self.marks) and all(p.grad is None and p.requires_grad for p in params)
 
     def told(self) -> NoGradPart:
-        versions = [(known, None if (p := ref()) is None else internals.version_of(p)) for _, ref, known in self.marks]
-        names = tuple(name for name, _, _ in self.marks[:_MAX_NAMES])
-        return replace(self.about, names=names, written=any(now != known for known, now in versions))
+        params = self.params()
+        names = tuple(self.prefix + name for name in list(self.marks)[:_MAX_NAMES])
+        written = any(
+            name not in params or internals.version_of(params[name]) != version
+            for name, (_, version) in self.marks.items()
+        )
+        return replace(self.about, names=names, written=written)
 
 
 class NoGrad:
@@ -80,8 +92,8 @@ class NoGrad:
                 in_eval=root.training and not module.training,
                 copy_of=_copy_of(root, module, behind),
             )
-            marks = [(prefix + name, weakref.ref(p), internals.version_of(p)) for name, p in _trainable(module)]
-            self._parts.append(_Part(about, marks))
+            marks = {name: (id(p), internals.version_of(p)) for name, p in _trainable(module)}
+            self._parts.append(_Part(about, prefix, weakref.ref(module), marks))
 
     def keep(self) -> None:
         """Forget what has got a gradient since then, or was frozen."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.plain_models import PlainModel
@@ -35,17 +36,17 @@ class Audit:
     def __init__(self, built: Built) -> None:
         self._all = built
         self._held: dict[int, int] = {}  # id of an optimizer -> elements that were trainable when it was built
-        self._marked: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
-        self._trained: dict[int, weakref.ref[torch.Tensor]] = {}  # by optimizers of earlier stages
-        self._followed: list[weakref.ref[torch.Tensor]] = []  # what the optimizer of this stage held at its beginning
+        self._marked: dict[int, tuple[internals.Seen, int | None]] = {}
+        self._trained: dict[int, internals.Seen] = {}  # by optimizers of earlier stages
+        self._followed: dict[int, internals.Seen] = {}  # what the optimizer of this stage held at its beginning
         self._frozen = 0.0
         self._norms = 0
         self._output = OutputLayer()
 
     def begin(self) -> None:
         """Begin another stage of training; what an earlier one has trained may be left out of it."""
-        self._trained.update((id(p), ref) for ref in self._followed if (p := ref()) is not None)
-        self._marked, self._followed, self._frozen, self._norms = {}, [], 0.0, 0
+        self._trained.update((key, seen) for key, seen in self._followed.items() if seen.is_alive())
+        self._marked, self._followed, self._frozen, self._norms = {}, {}, 0.0, 0
         self._output = OutputLayer()
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
@@ -62,9 +63,9 @@ class Audit:
     ) -> MissingParameters | FrozenParameters | None:
         """Look around before a step of an optimizer; return what is to be announced."""
         if step == 0:
-            self._followed = [weakref.ref(p) for p in _params(self._all.optimizers)]
+            self._followed = {id(p): internals.Seen(p) for p in _params(self._all.optimizers)}
         if step == FIRST:
-            self._marked = {id(p): (weakref.ref(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
+            self._marked = {id(p): (internals.Seen(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
             self._frozen, self._norms = self._frozen_share(optimizer), _only_norms(optimizer, wrappers)
         if step == AGAIN:
             return self._still_missing(step, wrappers)
@@ -94,8 +95,8 @@ class Audit:
         """Return what no optimizer holds and nobody has written since it was first looked at."""
 
         def untouched(p: torch.Tensor) -> bool:
-            ref, version = self._marked.get(id(p), (None, None))
-            return ref is not None and ref() is p and version is not None and internals.version_of(p) == version
+            seen, version = self._marked.get(id(p), (None, None))
+            return seen is not None and seen.is_of(p) and version is not None and internals.version_of(p) == version
 
         missing = [(name, p) for name, p in self._missing(wrappers) if untouched(p)]
         if not missing:
@@ -117,7 +118,7 @@ class Audit:
             for name, p in _named(wrapper):
                 if id(p) in held or name in wrapper.ignored or not p.requires_grad or p.grad is None:
                     continue
-                if (ref := self._trained.get(id(p))) is None or ref() is not p:
+                if (seen := self._trained.get(id(p))) is None or not seen.is_of(p):
                     yield prefix + name, p
 
     def _orphans(self, wrappers: Sequence[Wrapper | PlainModel]) -> list[str]:
@@ -141,7 +142,8 @@ class OutputLayer:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, weakref.ref[torch.Tensor], int | None]] = []
+        self._root: weakref.ref[nn.Module] | None = None
+        self._found: list[tuple[str, int, int | None]] = []  # name, number and version
 
     def look(self, root: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
         """Look at one forward with gradients."""
@@ -153,16 +155,22 @@ class OutputLayer:
         last = [weights[key] for key in _last_weights(outputs) if key in weights]
         if last and not any(p.requires_grad for p in last):
             names = [(n, p) for n, p in internals.named_parameters(root) if any(p is own for own in frozen.values())]
-            self._found = [(name, weakref.ref(p), internals.version_of(p)) for name, p in names]
+            self._root = weakref.ref(root)
+            self._found = [(name, id(p), internals.version_of(p)) for name, p in names]
 
     def still_frozen(self, trained: set[int]) -> tuple[str, ...]:
         """Name what was found, if nobody has written or unfrozen it since, and no other optimizer has it."""
-        known = [(name, ref(), version) for name, ref, version in self._found]
+        root = None if self._root is None else self._root()
+        now = {} if root is None else dict(internals.named_parameters(root))
         same = all(
-            p is not None and not p.requires_grad and internals.version_of(p) == version and id(p) not in trained
-            for _, p, version in known
+            (p := now.get(name)) is not None
+            and id(p) == key
+            and not p.requires_grad
+            and internals.version_of(p) == version
+            and key not in trained
+            for name, key, version in self._found
         )
-        return tuple(name for name, _, _ in known) if same else ()
+        return tuple(name for name, _, _ in self._found) if same else ()
 
 
 def _weights(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -241,7 +249,7 @@ def _place(root: nn.Module, leaf: torch.Tensor) -> str:
             if name.startswith("_"):
                 continue
             for inner, part in _inside(value, 0):
-                if isinstance(part, nn.Module):
+                if is_a(part, nn.Module):
                     names = [n for n, p in internals.named_parameters(part) if p is leaf]
                 elif part is leaf:
                     names = [""]

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
@@ -301,9 +302,9 @@ class _TrainMode:
 
 def loss_in(output: Any) -> torch.Tensor | None:
     """Return the loss that a model returns: its output, the only scalar of a tuple, or what it calls `loss`."""
-    if isinstance(output, dict):
+    if is_a(output, dict):
         output = dict.get(output, "loss")
-    elif isinstance(output, tuple):
+    elif is_a(output, tuple):
         scalars = [item for item in tuple.__iter__(output) if internals.is_readable(item) and item.is_floating_point()]
         output = scalars[0] if len(scalars) == 1 else None
     return output if internals.is_readable(output) and output.is_floating_point() else None

@@ -43,7 +43,7 @@ class Fed:
     """What is known of one optimizer's gradients."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
-    params: Sequence[weakref.ref[torch.Tensor]] = ()
+    places: Sequence[tuple[int, int]] = ()  # group and position of the parameters that stand for all
     key: int = 0
     marks: list[Mark] = field(default_factory=list)  # after the last backward or step
     stale: bool = False  # they hold what a step has used
@@ -59,13 +59,13 @@ class Fed:
         groups = [] if optimizer is None else optimizer.param_groups
         key = hash(tuple((id(group), len(group["params"])) for group in groups))
         if key != self.key:
-            every = [p for group in groups for p in group["params"] if p.requires_grad]
-            chosen = every[:: max(1, len(every) // _SAMPLE)][:_SAMPLE]
-            self.key = key if chosen else 0  # what is switched off for another one's turn comes back
-            self.params = [weakref.ref(p) for p in chosen]
+            held = ((g, i, p) for g, group in enumerate(groups) for i, p in enumerate(group["params"]))
+            every = [(g, i) for g, i, p in held if p.requires_grad]
+            self.places = every[:: max(1, len(every) // _SAMPLE)][:_SAMPLE]
+            self.key = key if self.places else 0  # what is switched off for another one's turn comes back
             self.stale = self.carried = self.unused = False
             self.marks = []
-        return [p for ref in self.params if (p := ref()) is not None]
+        return [groups[g]["params"][i] for g, i in self.places]
 
     def look(self) -> list[Mark]:
         """Return the marks of the gradients as they are now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.progress.boxes import ELSEWHERE, read_ranks
 from ddpdebug.progress.waits import judge
 from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_newest, read_outcomes, read_run

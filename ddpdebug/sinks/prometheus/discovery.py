@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.sinks import Record, RunEnded, RunStarted
 from ddpdebug.sinks.prometheus.keeping import Keeper

@@ -15,7 +15,6 @@ With several optimizers, loss, norms, rates and times are those of the one that 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
@@ -25,6 +24,7 @@ from urllib.parse import parse_qs
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from ddpdebug.clock import time
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import EventRule
 from ddpdebug.schema import pace

@@ -18,7 +18,6 @@ import signal
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from ddpdebug.clock import time
 from ddpdebug.disk import Kept
 from ddpdebug.isolation.background import Thread
 from ddpdebug.sinks.prometheus.keeping import Keeper

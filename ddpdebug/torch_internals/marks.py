@@ -1,0 +1,92 @@
+"""Tensors that are known again without being held, and without a reference to them.
+
+A weak reference to a tensor, of Python or of C++, keeps `torch.utils.swap_tensors` from working, by which modules are
+converted and states are loaded. So what is referred to weakly is the memory behind it, of which nobody counts that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]  # exported at run time only
+
+from ddpdebug.torch_internals import names
+
+
+class Seen:
+    """Knows a tensor again by its number and its memory; one without memory of its own is never known again."""
+
+    __slots__ = ("_memory", "_number")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._number, self._memory = id(tensor), _memory_of(tensor)
+
+    def is_alive(self) -> bool:
+        """Return whether the tensor's memory is still there."""
+        return self._memory is not None and not self._memory.expired()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether this is the same tensor, on the same memory."""
+        if id(tensor) != self._number or not self.is_alive():
+            return False
+        assert self._memory is not None
+        return bool(names.storage_id(tensor.untyped_storage()) == self._memory.cdata)
+
+
+class Memory:
+    """The memory of a tensor that is plain (`is_plain`), how the tensor lies on it, and how often that was written.
+
+    Nothing is held until `hold`; the memory itself may be had as long as somebody else has it.
+    """
+
+    __slots__ = ("_held", "_place", "_standin", "_weak")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._weak = StorageWeakRef(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._standin = _alias(tensor)  # shares the counter of in-place changes, also when it is empty
+        self._held = True
+        self.let_go()
+
+    @property
+    def version(self) -> int | None:
+        """How often the memory was written in place; None where nobody counts that (inference mode)."""
+        return None if self._standin.is_inference() else int(names.version(self._standin))
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return a tensor on the memory, without a graph; None when the memory is gone."""
+        if self._held:
+            return self._standin
+        storage = names.storage_from_weak(self._weak.cdata)
+        if storage is None:
+            return None
+        found = torch.empty(0, dtype=self._standin.dtype, device=self._standin.device)
+        return found.set_(storage, *self._place)
+
+    def hold(self) -> None:
+        """Keep the memory from here on, if it is still there."""
+        tensor = None if self._held else self.tensor()
+        if tensor is not None:
+            self._standin.data = tensor
+            self._held = True
+
+    def let_go(self) -> None:
+        """Keep it no longer."""
+        if self._held:
+            self._held = False
+            self._standin.data = torch.empty(0, dtype=self._standin.dtype, device=self._standin.device)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    with names.without_dispatch_keys():
+        return tensor.detach()
+
+
+def _memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None  # fake ones warn when they are asked
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, ValueError) as error:  # sparse, wrapped by functorch or a subclass, not initialised
+        if type(error) not in {RuntimeError, ValueError, NotImplementedError}:
+            raise  # a class of somebody else's: a signal handler's
+        return None
