@@ -11,6 +11,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from ddpdebug.commands._rank import Plan
 
@@ -54,10 +55,10 @@ def _read_aside(words: Sequence[str]) -> int | Plan:
     if process == 0:
         try:
             os.close(reading)
-            outcome = marshal.dumps(_read(words))
+            done: Any = _read(words)
             _flush()
             with os.fdopen(writing, "wb") as file:
-                file.write(outcome)
+                file.write(marshal.dumps(done))
         except BaseException:  # noqa: BLE001 - the interpreter's own report, and nothing else of its end
             sys.excepthook(*sys.exc_info())
         finally:

@@ -136,13 +136,15 @@ def _refuses(module: torch.nn.Module) -> bool:
 
 def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor, prepared: Prepared) -> _Pass:
     seen = _Pass()
-    args = tuple(
-        prepared.argument(mapped(v, lambda item: tokens if item is known.tokens else item)) for v in capture.args
-    )
-    kwargs = {
-        k: prepared.argument(mapped(v, lambda item: tokens if item is known.tokens else item))
-        for k, v in capture.kwargs.items()
-    }
+
+    def given(value: Any) -> Any:
+        """Return an argument with the other tokens in place of those that are known, which lie on the same memory."""
+        return prepared.argument(
+            mapped(value, lambda item: tokens if is_a(item, torch.Tensor) and known.tokens.is_set_to(item) else item)
+        )
+
+    args = tuple(given(value) for value in capture.args)
+    kwargs = {key: given(value) for key, value in capture.kwargs.items()}
     tracer = Tracer(lambda: (None, None, 0), time.monotonic() + _SECONDS)
     handles = [
         part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)

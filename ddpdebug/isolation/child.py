@@ -33,6 +33,7 @@ _ANSWER_BYTES = 1 << 20
 _HEAD = struct.Struct("q")
 _WALL = 0x40000000  # waits for children that send no signal, too
 _SLEEPS = (0.005, 0.1)
+_call: Callable[[Any], Any] = operator.call  # `map` has no type for it
 _MOST, _END_SECONDS = 2, 1.0
 _inside: list[bool] = []  # has something in the copy
 
@@ -129,7 +130,7 @@ def start(work: Callable[[], Any], seconds: float) -> Child:
     pid = -1
     try:
         _imp.acquire_lock()  # as `os.fork` does
-        pid = next(filter(None, map(operator.call, row)), 0)
+        pid = next(filter(None, map(_call, row)), 0)
     finally:
         if os.getpid() != parent:
             _work(work, memory, own, parent, begun=pid == 0)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 #: Shared memory up to this size is copied; more of it can only be read.
 COPIED_BYTES = 64 << 20
-_NICE = 10
+_NICE = 1
 _DEVICES, _SHARED = "/dev/", ("/dev/shm/", "/dev/zero")  # noqa: S108 - names in a list of the kernel's
 
 #: System calls: name, number on x86_64, number on aarch64 ("-" where it has none). Not in the list is what another

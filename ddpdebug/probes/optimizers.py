@@ -198,7 +198,7 @@ class OptimizerWatch:
     def lr(self) -> float:
         """Return the learning rate of the first group."""
         groups = self.groups()
-        value = groups[0].get("lr") if groups else None
+        value: Any = groups[0].get("lr") if groups else None
         if is_a(value, torch.Tensor):
             return float(value) if value.device.type == "cpu" else float("nan")
         return float(value) if is_a(value, int | float) else float("nan")

@@ -362,11 +362,9 @@ def _strip(definition: ast.FunctionDef) -> None:
     """
     arguments = definition.args
     definition.returns = None
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+    starred = (argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None)
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *starred):
         argument.annotation = None
-    for argument in (arguments.vararg, arguments.kwarg):
-        if argument is not None:
-            argument.annotation = None
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
 
 

@@ -7,7 +7,7 @@ converted and states are loaded. So what is referred to weakly is the memory beh
 from __future__ import annotations
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]  # exported at run time only
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpdebug.torch_internals import names
 

@@ -25,14 +25,18 @@ def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own table of buffers."""
-    table: dict[str, torch.Tensor | None] = getattr(module, names.BUFFERS)
-    return table
+    return _table(module, names.BUFFERS)
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """Return a module's own table of parameters."""
-    table: dict[str, torch.nn.Parameter | None] = getattr(module, names.PARAMETERS)
-    return table
+    return _table(module, names.PARAMETERS)
+
+
+def _table(module: torch.nn.Module, name: str) -> dict[str, Any]:
+    """Return a table of a module; those of a `ScriptModule` are no dictionaries, and are copied into one."""
+    table: Any = getattr(module, name)
+    return table if isinstance(table, dict) else dict(table.items())
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
