@@ -187,9 +187,8 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
 
     def change(_: ast.Module, definition: ast.FunctionDef) -> None:
         said = 0 if ast.get_docstring(definition) is None else 1
-        rest = definition.body[said:]
-        scopes = [one for one in rest if isinstance(one, ast.Global)]
-        rest = [one for one in rest if not isinstance(one, ast.Global)]
+        taken = _Globals()
+        rest = [taken.visit(one) for one in definition.body[said:]]
         home = "torch" if has_torch else noted
         unseen = f"{home}.compiler.is_dynamo_compiling() or look.idle{also}".replace("look.", f"{constant!r}.")
         call = f"{constant!r}.begins({', '.join(_arguments(definition.args, code.co_posonlyargcount, defaults))})"
@@ -211,7 +210,7 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
             last = ast.parse(f"return {constant!r}.ended({noted}, None)").body[0]
             attempt.body.append(_place(last, rest[-1], at_end=True))
             whole.body = [*rest, _place(ast.Return(), rest[-1], at_end=True)]
-        definition.body[said:] = [*scopes, *template.body]
+        definition.body[said:] = [*taken.found, *template.body]
 
     return weave(function, change, {constant: look})
 
@@ -241,6 +240,23 @@ def _place(node: Any, where: ast.stmt, *, at_end: bool = False) -> Any:
             new.lineno = new.end_lineno = line or where.lineno
             new.col_offset = new.end_col_offset = column or 0
     return node
+
+
+class _Globals(ast.NodeTransformer):
+    """Takes the `global` statements out of a function: its body stands twice, and they come before any use."""
+
+    def __init__(self) -> None:
+        self.found: list[ast.stmt] = []
+
+    def visit_Global(self, node: ast.Global) -> ast.Pass:
+        self.found.append(node)
+        return ast.copy_location(ast.Pass(), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node  # its own scope
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        return node
 
 
 def _in_returns(node: Any, noted: str, constant: str) -> Any:

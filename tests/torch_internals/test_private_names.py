@@ -31,7 +31,8 @@ _DOTTED = re.compile(r"torch\.(\w+\.)*_[a-z]")
 #: Underscores that are not torch's, wherever they stand.
 _NOT_TORCH = {
     **dict.fromkeys(("_replace", "_fields", "_make", "_field_defaults"), "of named tuples, and documented"),
-    **dict.fromkeys(("_getframe", "_current_frames", "_exit"), "of `sys` and `os`, and documented"),
+    **dict.fromkeys(("_getframe", "_current_frames", "_exit", "_is_gil_enabled"), "of `sys` and `os`, and documented"),
+    **dict.fromkeys(("_get_module_details", "_get_main_module_details"), "of runpy: what `python -m` runs"),
 }
 #: Strings and attributes with an underscore in front that are not torch's, by file.
 _ALLOWED = {
