@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -330,16 +331,18 @@ def test_on_a_full_file_system_findings_and_the_end_are_written(small: Path) -> 
 
 def test_a_kept_descriptor_is_left_to_whoever_has_its_number(tmp_path: Path) -> None:
     """It is neither written to nor closed once it leads elsewhere."""
-    kept = Kept(os.open(tmp_path / "ours", os.O_CREAT | os.O_WRONLY))
+    ours, theirs = (os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY) for name in ("ours", "theirs"))
+    number = fcntl.fcntl(ours, fcntl.F_DUPFD, 200)  # far from the lowest that is free, which is the next to be taken
+    kept = Kept(number)
     assert kept.write(b"one")
-    os.close(kept.number)
+    os.close(number)
     assert not kept.write(b"two")
-    with (tmp_path / "theirs").open("wb", buffering=0) as theirs:
-        os.dup2(theirs.fileno(), number := kept.number)
-        assert not kept.write(b"three")
-        kept.close()
-        os.write(number, b"theirs")
-        os.close(number)
+    os.dup2(theirs, number)
+    assert not kept.write(b"three")
+    kept.close()
+    os.write(number, b"theirs")
+    for one in (number, ours, theirs):
+        os.close(one)
     assert [(tmp_path / name).read_bytes() for name in ("ours", "theirs")] == [b"one", b"theirs"]
 
 

@@ -162,7 +162,8 @@ class Entries:
             undo = internals.look_around(original, door)
         if undo is not None:
             self._undo.append((f"patch:{name}", undo))
-            self.placed.append(Placed(_path(owner, name), why, None, functools.partial(_hidden, owner, name, kept)))
+            hidden = functools.partial(_hidden, owner, name, kept, look=door)
+            self.placed.append(Placed(_path(owner, name), why, None, hidden))
             return
 
         # a function of somebody else's, or one whose source is not at hand: a wrapper in its place
@@ -178,7 +179,7 @@ class Entries:
         self._undo.append((f"patch:{name}", put_back))
         setattr(owner, name, replacement)
         self._patch_home(owner, name, original, replacement)
-        hidden = functools.partial(_hidden, owner, name, replacement, in_code=False)
+        hidden = functools.partial(_hidden, owner, name, replacement)
         self.placed.append(Placed(_path(owner, name), why, over, hidden))
 
     def on_modules(self) -> None:
@@ -196,7 +197,7 @@ class Entries:
         else:
             why = "models that no DDP wraps; all modules in forwards that are looked at"
             self._undo.append(("patch:call", undo))
-            hidden = functools.partial(_hidden, torch.nn.Module, "__call__", call)
+            hidden = functools.partial(_hidden, torch.nn.Module, "__call__", call, look=self.calls)
             self.placed.append(Placed(where, why, None, hidden))
 
     def on_models(
@@ -566,10 +567,14 @@ def _nothing() -> None:
     """Stand in for what nobody has asked to be told."""
 
 
-def _hidden(owner: Any, name: str, ours: Any, *, in_code: bool = True) -> str | None:
-    """Say where the function comes from that stands in the place of ours; None while that is there, and ours."""
+def _hidden(owner: Any, name: str, ours: Any, look: internals.Around | None = None) -> str | None:
+    """Say where the function comes from that stands in the place of ours; None while that is there, and ours.
+
+    Args:
+        look: lies in the function's code, where that is how it is ours.
+    """
     found = vars(owner).get(name)
-    if found is ours and in_code and not internals.is_woven(getattr(found, "__func__", found)):
+    if found is ours and look is not None and not internals.lies_around(look, getattr(found, "__func__", found)):
         return f"{_home(found)}, as it was"
     return None if found is ours else _home(found)
 

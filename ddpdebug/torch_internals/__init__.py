@@ -36,7 +36,7 @@ from ddpdebug.torch_internals.collectives import (
 from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,
     Around as Around,
-    is_woven as is_woven,
+    lies_around as lies_around,
     look_around as look_around,
 )
 from ddpdebug.torch_internals.loss_functions import (

@@ -94,9 +94,9 @@ def weave(function: FunctionType, change: Change, constants: Mapping[str, Any]) 
     return undo
 
 
-def is_woven(function: Any) -> bool:
-    """Tell whether a function has a look in its code."""
-    woven = _woven.get(function) if isinstance(function, FunctionType) else None
+def _is_woven(function: FunctionType) -> bool:
+    """Tell whether a function's code is the one with looks in it."""
+    woven = _woven.get(function)
     return woven is not None and bool(woven.looks) and function.__code__ is woven.code
 
 
@@ -153,7 +153,7 @@ def look_around(function: FunctionType, look: Around, also: str = "") -> Callabl
         also: one more condition, in the function's own variables and with `look`, for a call that is not looked at.
     """
     now = _around.get(function, {}).get(also)
-    others = now.looks if now is not None and is_woven(function) else []
+    others = now.looks if now is not None and _is_woven(function) else []
     if not _put_around(function, [*others, look], also):
         return None
 
@@ -163,6 +163,13 @@ def look_around(function: FunctionType, look: Around, also: str = "") -> Callabl
             _put_around(function, [one for one in now.looks if one is not look], also)
 
     return undo
+
+
+def lies_around(look: Around, function: Any) -> bool:
+    """Tell whether this look lies around a function's body: there may be others, of somebody else's."""
+    if not isinstance(function, FunctionType) or not _is_woven(function):
+        return False
+    return any(one is look for kind in _around.get(function, {}).values() for one in kind.looks)
 
 
 def _put_around(function: FunctionType, looks: list[Around], also: str) -> bool:

@@ -20,6 +20,8 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.commands import main
 from ddpdebug.config.settings import Config
 from ddpdebug.instrument.patches import Patches
+from ddpdebug.instrument.probes import Probes
+from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor import doctor
 from ddpdebug.torch_internals import names
 
@@ -204,6 +206,28 @@ def test_what_is_found_in_torchs_place_is_said(monkeypatch: pytest.MonkeyPatch) 
     (wrapper,) = [w for w in report.attached.wrappers if w.where == "torch.nn.utils.clip_grad_norm_"]
     assert "their_library" in str(wrapper.over)
     assert report.off == []
+
+
+def test_what_is_left_behind_is_told_from_what_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monitor that is attached to this process already keeps its looks in the same functions."""
+    other = Probes(Guard(lambda *_: None), lambda _: None, lambda *_: None, lambda *_: False)
+    try:
+        other.patches.install()
+        assert doctor.attach_and_detach().restored
+        assert other.entries.placed
+        assert [placed.where for placed in other.entries.placed if placed.hidden()] == []
+    finally:
+        other.remove()
+    left: list[Probes] = []
+
+    def keep(probes: Probes) -> None:
+        left.append(probes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Probes, "remove", keep)
+        assert not doctor.attach_and_detach().restored
+    left[0].remove()
+    assert doctor.attach_and_detach().restored
 
 
 def test_what_fails_while_attaching_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

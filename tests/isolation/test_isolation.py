@@ -1006,3 +1006,11 @@ def test_what_is_placed_and_what_is_hidden(entries: Entries, monkeypatch: pytest
     assert "their.library" in str(own.hidden())
     monkeypatch.setattr(Owner, "add", ours)
     assert own.hidden() is None
+    other = Entries(entries.guard)
+    other.patch(Owner, "add", "sums", before=[("probe:a", lambda *_, **__: None)])
+    entries.close()
+    assert "as it was" in str(own.hidden())  # another's look that lies there is not ours
+    (theirs,) = other.placed
+    assert theirs.hidden() is None
+    other.close()
+    assert "as it was" in str(theirs.hidden())

@@ -2,6 +2,8 @@
 
 import torch
 import torch._dynamo.utils
+import torch._functorch.config
+import torch._inductor.config
 from _report import batches, report, start
 from torch import nn
 
@@ -23,6 +25,8 @@ def counted():
 
 
 start()
+# these caches lie on the machine's disk: what the first run has put there the second one would hit
+torch._functorch.config.enable_autograd_cache = torch._inductor.config.fx_graph_cache = False
 plain, model, other = Net(), nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), Net()
 optimizer = torch.optim.SGD([*plain.parameters(), *model.parameters(), *other.parameters()], 0.05)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -40,7 +44,9 @@ def train(forward, loss_of=lambda out: out.square().mean()):
 
 train(plain)
 train(torch.compile(plain, backend="aot_eager"))
-train(torch.compile(model, backend="aot_eager"), torch.compile(lambda out: nn.functional.mse_loss(out, out.detach() + 1)))
+train(
+    torch.compile(model, backend="aot_eager"), torch.compile(lambda out: nn.functional.mse_loss(out, out.detach() + 1))
+)
 other.compile(backend="aot_eager")
 train(other)
 
