@@ -35,15 +35,17 @@ class Seen:
 class Memory:
     """The memory of a tensor that is plain (`is_plain`), how the tensor lies on it, and how often that was written.
 
-    Nothing is held until `hold`; the memory itself may be had as long as somebody else has it.
+    Nothing is held until `hold`; the memory itself may be had as long as somebody else has it. No dispatch mode of the
+    user's sees what is made for that.
     """
 
     __slots__ = ("_held", "_place", "_standin", "_weak")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._weak = StorageWeakRef(tensor.untyped_storage())
-        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._standin = _alias(tensor)  # shares the counter of in-place changes, also when it is empty
+        with names.as_plain():  # else that of a subclass is a view of another one, which holds the memory
+            self._weak = StorageWeakRef(tensor.untyped_storage())
+            self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self._standin = _alias(tensor)  # shares the counter of in-place changes, also when it is empty
         self._held = True
         self.let_go()
 
@@ -59,8 +61,8 @@ class Memory:
         storage = names.storage_from_weak(self._weak.cdata)
         if storage is None:
             return None
-        found = torch.empty(0, dtype=self._standin.dtype, device=self._standin.device)
-        return found.set_(storage, *self._place)
+        with names.without_dispatch_keys():
+            return self._nothing().set_(storage, *self._place)
 
     def hold(self) -> None:
         """Keep the memory from here on, if it is still there."""
@@ -73,7 +75,11 @@ class Memory:
         """Keep it no longer."""
         if self._held:
             self._held = False
-            self._standin.data = torch.empty(0, dtype=self._standin.dtype, device=self._standin.device)
+            with names.without_dispatch_keys():
+                self._standin.data = self._nothing()
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self._standin.dtype, device=self._standin.device)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,16 +35,20 @@ def test_arguments_keep_their_form() -> None:
     held = hold((batch,), {})
     batch.pop("a")
     found = fetch(held)
-    assert found[0]["a"] == [x, 1]
-    assert found[0]["a"][0] is x
-    assert found[0]["p"] == point(y, "text")
-    assert type(found[0]["p"]) is point
+    assert list(found[0]) == ["a", "p"]
+    (first, number), second = found[0]["a"], found[0]["p"]
+    assert type(found[0]["a"]) is list
+    assert number == 1
+    assert type(second) is point
+    assert second.y == "text"
+    assert first.is_set_to(x)
+    assert second.x.is_set_to(y)
     assert [path for path, value in leaves((found, {"k": y})) if isinstance(value, torch.Tensor)] == [
         "args[0]['a'][0]",
         "args[0]['p'][0]",
         "k",
     ]
-    del batch, x, found
+    del batch, x, found, first
     assert isinstance(fetch(held)[0]["a"][0], Lost)
 
 
