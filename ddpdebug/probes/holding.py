@@ -144,8 +144,10 @@ def _kept(value: Any) -> Any:
     """Return what stands for a value that is no container."""
     name = type(value).__name__
     if issubclass(type(value), torch.Tensor):
-        if not internals.is_plain(value) or value.is_conj() or value.is_neg():
-            return Lost(what=f"a {name} that is no block of memory")
+        # of a class of the user's only the memory could be kept: a forward may ask for the class, or act by it
+        known = type(value) in {torch.Tensor, torch.nn.Parameter}
+        if not known or not internals.is_plain(value) or value.is_conj() or value.is_neg():
+            return Lost(what=f"a {name} that is no plain block of memory")
         return KeptTensor(value)
     if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
         return Lost(what=f"a {name} with tensors that carry a graph")

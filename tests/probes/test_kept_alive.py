@@ -137,7 +137,6 @@ _FOREIGN: dict[str, Callable[[Path], torch.Tensor]] = {
     "shared": lambda _: torch.ones(4).share_memory_(),
     "NumPy": lambda _: torch.from_numpy(np.ones(4)),
     "file": _mapped,
-    "subclass": lambda _: torch.ones(4).as_subclass(Own),
     "part of a table": lambda _: torch.ones(2, 4).share_memory_()[:, 1:3].requires_grad_(),
 }
 
@@ -174,6 +173,7 @@ class Dispatched(torch.Tensor):
 _NO_BLOCK: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "COO": (lambda: torch.eye(3).to_sparse(), "Tensor"),
     "CSR": (lambda: torch.eye(3).to_sparse_csr(), "Tensor"),
+    "subclass": (lambda: torch.ones(4).as_subclass(Own), "Own"),
     "operations of its own": (lambda: torch.ones(4).as_subclass(Dispatched), "Dispatched"),
 }
 
@@ -186,7 +186,7 @@ def test_what_is_no_block_of_memory(kind: str) -> None:
     captures, model, x = ForwardCaptures(GUARD), Takes(), make()
     captures.begin(model, (x,), {}, 0)
     (capture,) = captures.current
-    assert capture.lost() == [f"args[0]: a {name} that is no block of memory"]
+    assert capture.lost() == [f"args[0]: a {name} that is no plain block of memory"]
     assert capture.pieces == {}
     ref = weakref.ref(x)
     del x
