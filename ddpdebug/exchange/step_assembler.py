@@ -74,6 +74,8 @@ class Assembler:
         ahead = self._newest[optimizer] - step
         absent = self._members - self._open[optimizer, step].keys()
         passed = all(self._reached.get(rank, -1) > step for rank in absent)
+        if passed and any(row.has(Flag.ALONE) for row in self._open[optimizer, step].values()):
+            return True
         return ahead >= (LAG_STEPS if passed else LATE_STEPS)
 
     def rest(self, *, complete: bool = False) -> Iterator[Step]:

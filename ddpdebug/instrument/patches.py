@@ -31,6 +31,7 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Event, Tensors, part_of
 from ddpdebug.probes.training_loop.schedulers import STEPS
 from ddpdebug.probes.training_loop.validation_loss import Evaluations
+from ddpdebug.probes.unwatched_steps import UnwatchedSteps
 from ddpdebug.torch_internals.graph import TELLS_HOOKS, saved_hooks
 
 
@@ -52,6 +53,7 @@ class Patches:
     Args:
         on_group: called when a process group may have come into being.
         stop: raises what the user has asked to be raised, at a forward or a step.
+        unwatched: sees to the steps that are not watched.
         numerics: tells whether a forward that is looked at is running, so that one inside it is none.
         evaluations: looks at losses in the code of functions, where `functions` asks for that.
     """
@@ -64,11 +66,12 @@ class Patches:
         *,
         on_group: Callable[[], None],
         stop: Callable[[], None],
+        unwatched: UnwatchedSteps,
         numerics: Numerics,
         evaluations: Evaluations,
         functions: bool,
     ) -> None:
-        self._bus, self._state, self._on_group, self._stop = bus, state, on_group, stop
+        self._bus, self._state, self._on_group, self._stop, self._unwatched = bus, state, on_group, stop, unwatched
         self._entries, self._followed = entries_of(guard), Followed(state, guard)
         self._numerics, self._evaluations, self._functions = numerics, evaluations, functions
         self._steps = self._steps_before = 0  # optimizer steps that began; before the scaler's step
@@ -83,6 +86,7 @@ class Patches:
             who=self._followed.step,
             why="the step of every optimizer",
             stop=self._stop,
+            passes=(self._unwatched.step_begins, self._unwatched.step_ended),
         )
         self._install_ddp()
         self._entries.on_models(
@@ -91,6 +95,7 @@ class Patches:
             failed=[_emits(events.ModuleForwardFailed, self._module_fails)],
             who=self._follows_module,
             stop=self._stop_by_hand,
+            passes=self._unwatched.forward,
         )
         if not TELLS_HOOKS:
             watch_saved_hooks(self._entries)
@@ -102,6 +107,7 @@ class Patches:
             after=[_emits(events.BackwardEnded, self._backward_ended)],
             failed=[_emits(events.BackwardFailed, self._backward_failed)],
             who=self._followed.backward,
+            passes=self._unwatched.backward,
         )
         patch(
             torch.amp.GradScaler,
@@ -112,13 +118,14 @@ class Patches:
             who=here,
         )
         scaled = [_emits(events.LossScaled, self._scaled)]
-        patch(torch.amp.GradScaler, "scale", "the loss scale", after=scaled, who=here)
+        leave = self._unwatched.leave
+        patch(torch.amp.GradScaler, "scale", "the loss scale", after=scaled, who=here, passes=leave)
         unscaled = [_emits(events.Unscaled, self._unscaled)]
-        patch(torch.amp.GradScaler, "unscale_", "unscaled gradients", after=unscaled, who=here)
+        patch(torch.amp.GradScaler, "unscale_", "unscaled gradients", after=unscaled, who=here, passes=leave)
         clipped = [_emits(events.Clipped, self._clipped)]
-        patch(torch.nn.utils, "clip_grad_norm_", "clipping", after=clipped, who=here)
+        patch(torch.nn.utils, "clip_grad_norm_", "clipping", after=clipped, who=here, passes=leave)
         clipped = [_emits(events.ValuesClipped, self._values_clipped)]
-        patch(torch.nn.utils, "clip_grad_value_", "clipping", after=clipped, who=here)
+        patch(torch.nn.utils, "clip_grad_value_", "clipping", after=clipped, who=here, passes=leave)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             patch(
                 owner,
@@ -141,7 +148,7 @@ class Patches:
         built = [_emits(events.SchedulerBuilt, self._scheduler_built)]
         patch(ReduceLROnPlateau, "__init__", what, after=built, who=here)
         gathered = [_emits(events.Gathered, self._gathered)]
-        patch(dist, "all_gather", "gathered tensors that need gradients", after=gathered, who=here)
+        patch(dist, "all_gather", "gathered tensors that need gradients", after=gathered, who=here, passes=leave)
         patch(dist, "init_process_group", "when ranks begin to exist", after=[("exchange", self._initialized)])
         ends = [_emits(events.GroupEnds, self._group_ends)]
         patch(dist, "destroy_process_group", "when ranks cease to exist", before=ends, who=here)
@@ -201,6 +208,7 @@ class Patches:
             failed=[_emits(events.ForwardFailed, self._forward_fails)],
             who=self._followed.forward,
             stop=self._stop,
+            passes=self._unwatched.ddp_forward,
         )
         patch(
             DistributedDataParallel,
@@ -208,12 +216,14 @@ class Patches:
             "buffers, and inputs for a replay",
             after=[_emits(events.ForwardPrepared, self._forward_prepared)],
             who=self._followed.here,
+            passes=self._unwatched.prepared,
         )
         patch(
             DistributedDataParallel,
             "no_sync",
             "the DDP contract: accumulation",
             after=[_emits(events.NoSyncEntered, self._no_sync)],
+            passes=self._unwatched.leave,
         )
         patch(
             DistributedDataParallel,
@@ -270,17 +280,17 @@ class Patches:
         self._bus.emit(events.HookRegistered(ddp, state, hook))
 
     def _forward_begins(self, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ForwardBegan(ddp, args, kwargs, Tensors((args, kwargs))))
+        self._bus.emit(events.ForwardBegan(ddp, args, kwargs, Tensors((args, kwargs))), self._unwatched.only)
 
     def _forward_prepared(self, result: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         args, kwargs = result
-        self._bus.emit(events.ForwardPrepared(ddp, args, kwargs))
+        self._bus.emit(events.ForwardPrepared(ddp, args, kwargs), self._unwatched.only)
 
     def _forward_ends(self, output: Any, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ForwardEnded(ddp, Tensors((args, kwargs)), Tensors(output)))
+        self._bus.emit(events.ForwardEnded(ddp, Tensors((args, kwargs)), Tensors(output)), self._unwatched.only)
 
     def _forward_fails(self, error: BaseException, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.ForwardFailed(ddp, error))
+        self._bus.emit(events.ForwardFailed(ddp, error), self._unwatched.only)
 
     # --- models that no DDP wraps -------------------------------------------------------------------------------------
 
@@ -290,13 +300,15 @@ class Patches:
         return not internals.is_compiled_in_place(module)
 
     def _module_begins(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ModuleForwardBegan(module, args, kwargs))
+        self._bus.emit(events.ModuleForwardBegan(module, args, kwargs), self._unwatched.only)
 
     def _module_ends(self, output: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ModuleForwardEnded(module, Tensors((args, kwargs)), Tensors(output)))
+        self._bus.emit(
+            events.ModuleForwardEnded(module, Tensors((args, kwargs)), Tensors(output)), self._unwatched.only
+        )
 
     def _module_fails(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.ModuleForwardFailed())
+        self._bus.emit(events.ModuleForwardFailed(), self._unwatched.only)
 
     # --- backward and step --------------------------------------------------------------------------------------------
 
@@ -319,12 +331,13 @@ class Patches:
         self._bus.emit(events.StepEnded(optimizer))
 
     def _scaler_steps(self, scaler: Any, *_: Any, **__: Any) -> None:
-        self._steps_before = self._steps
+        self._steps_before = self._steps + self._unwatched.begun
         if scaler.is_enabled():
             self._bus.emit(events.ScalerSteps())
 
     def _scaler_stepped(self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any) -> None:
-        if self._steps == self._steps_before and scaler.is_enabled():
+        if self._steps + self._unwatched.begun == self._steps_before and scaler.is_enabled():
+            self._unwatched.wake()
             self._bus.emit(events.StepSkipped(optimizer))
 
     def _scaled(self, _: Any, scaler: Any, *__: Any, **___: Any) -> None:

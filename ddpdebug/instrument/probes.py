@@ -39,11 +39,21 @@ from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.probes.training_loop.training_loop import Recipe
 from ddpdebug.probes.training_loop.validation_loss import Evaluations
+from ddpdebug.probes.unwatched_steps import UnwatchedSteps
 from ddpdebug.schema.announcements import Announce
 
 
 def _nothing() -> None:
     """Stand in for what nobody has asked to be told."""
+
+
+def _nothing_of(*_: int) -> None:
+    """Stand in likewise."""
+
+
+def _always(*_: int) -> bool:
+    """Have every step watched."""
+    return True
 
 
 class Probes:
@@ -53,6 +63,8 @@ class Probes:
         hand_over: takes a finished record; must not block.
         announce: tells all ranks.
         due: tells for (optimizer, step) whether the sampled tier runs.
+        watched: tells whether the step has a row.
+        passed: is told (optimizer, step) of one that has none.
         hand_over_last: takes what the last step of an optimizer has left.
         on_group: called when a process group may have come into being.
         stop: returns what is to be raised in the job now, if anything.
@@ -70,6 +82,8 @@ class Probes:
         announce: Announce,
         due: Callable[[int, int], bool],
         *,
+        watched: Callable[[int, int], bool] = _always,
+        passed: Callable[[int, int], None] = _nothing_of,
         hand_over_last: Callable[[StepRecord], None] | None = None,
         on_group: Callable[[], None] = _nothing,
         stop: Callable[[], BaseException | None] = _nothing,
@@ -103,8 +117,19 @@ class Probes:
             hand_over=hand_over,
             announce=announce,
             due=due,
+            watched=watched,
+            passed=passed,
         )
         self.collectives = CollectiveNotes(bus, state, guard)
+        unwatched = UnwatchedSteps(
+            bus,
+            state,
+            guard,
+            recorder=self.recorder,
+            collectives=self.collectives,
+            watched=watched,
+            passed=passed,
+        )
         self.own_clock = OwnClock(bus, state, guard)
         self.pauses = CollectorPauses(bus, state, guard)
         self.device_clock = DeviceClock(bus, state, guard, self.hooks, cuda_device)
@@ -140,6 +165,7 @@ class Probes:
             guard,
             on_group=on_group,
             stop=self._stop_here,
+            unwatched=unwatched,
             numerics=self.numerics,
             evaluations=self.evaluations,
             functions=validation_loss == "functions",

@@ -58,7 +58,7 @@ from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
-from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed
+from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed, StepPassed
 from ddpdebug.processes import stacks
 from ddpdebug.processes.linger import Keeper
 from ddpdebug.processes.pusher import Pusher
@@ -178,6 +178,8 @@ class Monitor:
             self._emit,
             self._announce,
             self.schedule.due,
+            watched=self._is_watched,
+            passed=self._passed,
             hand_over_last=self._emit_last,
             on_group=self._on_group,
             stop=self._stop_now,
@@ -201,7 +203,7 @@ class Monitor:
         # the only objects that both threads touch; see docs/how-it-works.md
         self._records, self._plans = StepStore(), Plans()
         self._back = Guard(self._trouble)  # of the background thread: a guard counts the time of one thread
-        self._steps: dict[int, int] = {}
+        self._steps, self._told = dict[int, int](), dict[int, int]()  # taken, and the newest judged, by optimizer
         self._thread_seconds, self._closed = 0.0, False
         self._stopping = self._unguarded = False  # these and what follows: of the background thread
         self._roll: RollCall | None = None
@@ -222,6 +224,7 @@ class Monitor:
         )
         self.elements = Elements(0, self._say, self._plans)
         self.agreement = AgreementProbe(self._say, self._announce, self._plans)
+        bus.on("forensics:elements", StepPassed, self._look_as_planned)
         bus.on("probe:disk", StepClosed, self._weigh)
         bus.on("forensics:elements", StepClosed, lambda event: self.elements.capture(event.watch, event.record.step))
         bus.on("forensics:elements", OptimizerEnded, lambda event: self.elements.last_look(event.watch))
@@ -245,8 +248,7 @@ class Monitor:
         self._counts = CoverageProbe(bus, self.probes.entries, state.wrappers, self._on_child, starting)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
-        self._promised = 0  # last states that this rank has handed over
-        self._ended: set[int] = set()  # this and the next: of the background thread
+        self._promised, self._ended = 0, set[int]()  # last states handed over; ranks, this and the next of the thread
         self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
         self._answering = Answering(state, self.memory.holder_search, self._records, self._last, self._say, self._back)
         self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
@@ -733,6 +735,20 @@ class Monitor:
         self._exchange.progress = max(self._exchange.progress, record.step + 1)
         self._exchange.post(lambda: self._encode(record))
 
+    def _is_watched(self, optimizer: int, step: int) -> bool:
+        return bool(self.config.probe_every) or self.schedule.watched(optimizer, step)
+
+    def _passed(self, optimizer: int, step: int) -> None:
+        """Note a step that has no row."""
+        self._steps[optimizer] = step + 1
+        if self._exchange is not None:
+            self._exchange.progress = max(self._exchange.progress, step + 1)
+
+    def _look_as_planned(self, event: StepPassed) -> None:
+        """Take the looks that all ranks take at a step, though it has no row."""
+        self.elements.capture(event.watch, event.step)
+        self.agreement.run(self.probes.state.wrappers, event.step)
+
     def _emit_last(self, record: StepRecord) -> None:
         if self._exchange is not None:
             self._last.add(record)
@@ -942,7 +958,11 @@ class Monitor:
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         meant = run("diagnosis", self._diagnosis.local_steps.marked, step) or step
         lately, in_all = self.schedule.ratio, self.schedule.ratio_of_run
-        self._write(StepJudged(step=meant, interval=interval, overhead_ratio=lately, overhead_of_run=in_all))
+        newest = self._told.get(step.optimizer, step.step - 1)
+        steps, self._told[step.optimizer] = max(0, step.step - newest), max(newest, step.step)
+        self._write(
+            StepJudged(step=meant, steps=steps, interval=interval, overhead_ratio=lately, overhead_of_run=in_all)
+        )
 
     def _judge_last(self, step: Step) -> None:
         """Compare what the last step has left; it is no step of its own."""

@@ -1,4 +1,8 @@
-"""How often the sampled tier runs: a function of the gathered rows and the step, so it is the same on every rank."""
+"""Which steps are watched, and which of them are checked in full; the same on every rank.
+
+Both are functions of the gathered rows and the step's number. A step that is not watched runs as it would without
+ddpdebug but for a few tests of a flag: it is counted, and has no row.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,24 @@ from ddpdebug.schema.step import Step
 #: of the run: most mistakes show early, short steps are those of tests and experiments, and one percent of a very short
 #: step buys nothing. A long job must not pay for that by the step.
 SHORT_SECONDS = 0.1
-START_STEPS, START_SECONDS = 1000, 1.0
-#: The longest interval, of long steps early on, and else: however dear a check is, some are made.
+START_STEPS, START_SECONDS = 1000, 0.5
+#: So many steps are all watched, whatever that costs.
+WATCHED_STEPS = 64
+#: The longest interval of checks, of long steps early on, and else: however dear a check is, some are made.
 _MAX_INTERVAL_EARLY, _MAX_INTERVAL = 16, 64
+#: ... but no more than one a second; some step is watched that often whatever it costs.
+_LEAST_SECONDS = 1.0
 _FIRST_DECISION, _DECIDE_EVERY = 2, 32
 #: A new interval takes effect this much later, so that no rank has passed the step yet when it learns of it: rows wait
-#: for a second, and are then judged. Rows of short steps may come in late.
-_LEAD_SECONDS, _MIN_LEAD_STEPS, _MAX_LEAD_STEPS, _LEAD_STEPS_SHORT = 2.0, 4, 16, 64
+#: for a second, and are then judged.
+_LEAD_SECONDS, _MIN_LEAD_STEPS, _MAX_LEAD_STEPS = 0.5, 4, 16
 _WARM_UP = 1
-_MIN_AHEAD, _MAX_AHEAD = 2, 256
+_MIN_AHEAD, _MAX_AHEAD = 2, 1 << 16
 #: The part of the budget that is spent. The clocks in the hooks and in the thread do not see all that a check costs: it
 #: empties caches and shares cores with the training (1.36 % of the step were measured where the clocks saw 1 %).
 _SEEN = 0.7
+#: The part of it that is for watching; the rest is for the full checks.
+_WATCHING = 0.5
 #: A suspicion brings the next full check forward, to a step so far ahead that no rank has reached it when it hears.
 _NOTICE_SECONDS = 0.25
 #: Checks brought forward: one for so many regular ones in the long run, and so many at once.
@@ -39,25 +49,29 @@ _SAME_NORM = 1e-5
 
 
 class Schedule:
-    """Decides which steps are checked. `due` is called on the training thread, `learn` in the background thread.
+    """Decides which steps are watched and checked. `watched` and `due` are called on the training thread, `learn` not.
 
     Args:
-        budget: share of the run's time that checks may take, for example 0.01.
+        budget: share of the run's time that ddpdebug may take, for example 0.01.
         every_step: check every step whatever it costs.
     """
 
     def __init__(self, *, budget: float, every_step: bool) -> None:
         self.budget, self.every_step = budget, every_step
         self.ratio = float("nan")  # time in ddpdebug on the worst rank / time without it, over the newest steps
-        self._plan: tuple[tuple[int, int], ...] = ((0, 1),)  # (from step, interval), ascending
+        #: (from step, every so many are checked, every so many are watched), ascending
+        self._plan: tuple[tuple[int, int, int], ...] = ((0, 1, 1),)
         self._light: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._full: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
         self._costs: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
+        self._whole_base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)  # steps that are not watched included
         self._spent = 0.0  # in full checks, so far
         self._whole = [0.0, 0.0]  # time in ddpdebug and without it, of all steps
         self._extra: tuple[int, ...] = ()  # newest steps whose check was brought forward; replaced as a whole
         self._signs: dict[int, Signs] = {}  # by optimizer
+        self._newest: dict[int, int] = {}  # step by optimizer
+        self._undecided = 0  # rows since the last decision
 
     def follow(self, *, budget: float, every_step: bool) -> None:
         """Take over the settings of rank 0: the ranks must check the same steps."""
@@ -70,19 +84,35 @@ class Schedule:
         return cost / base if base else float("nan")
 
     def interval(self, step: int) -> int:
-        """Return the interval in force at a step."""
+        """Return every how many steps one is checked, at a step."""
+        return self._at(step)[1]
+
+    def _at(self, step: int) -> tuple[int, int, int]:
         plan = self._plan  # replaced as a whole by the background thread
-        return next((interval for start, interval in reversed(plan) if step >= start), plan[0][1])
+        for one in reversed(plan):
+            if step >= one[0]:
+                return one
+        return plan[0]
 
     def due(self, optimizer: int, step: int) -> bool:
-        """Tell whether the sampled tier runs at a step."""
+        """Tell whether a step is checked in full."""
         del optimizer
-        return self.every_step or step % self.interval(step) == 0 or step in self._extra
+        return self.every_step or step % self._at(step)[1] == 0 or step in self._extra
+
+    def watched(self, optimizer: int, step: int) -> bool:
+        """Tell whether a step is watched: it has a row."""
+        return step % self._at(step)[2] == 0 or self.due(optimizer, step)
 
     def ahead(self, seconds: float) -> int:
         """Return a number of steps that take about so long, so that all ranks hear of a step before they reach it."""
-        pace = statistics.median(self._base) if self._base else seconds
-        return _MIN_AHEAD + min(_MAX_AHEAD, math.ceil(seconds / pace))
+        return _MIN_AHEAD + min(_MAX_AHEAD, math.ceil(seconds / self._pace(seconds)))
+
+    def _pace(self, otherwise: float) -> float:
+        """Return the seconds from one step to the next, with what ddpdebug takes of them."""
+        if not self._base:
+            return otherwise
+        spans = sum(self._whole_base) / statistics.median(self._base)
+        return statistics.median(self._base) + sum(self._costs) / max(1.0, spans)
 
     def bring_forward(self, progress: int) -> None:
         """Check a step soon, because of a suspicion; every rank calls this at the same place among the rows.
@@ -93,7 +123,7 @@ class Schedule:
         step = progress + self.ahead(_NOTICE_SECONDS)
         interval = self.interval(step)
         window = _BURST * _REGULAR_PER_EXTRA * interval
-        soon = any(self.interval(s) == 1 or s % self.interval(s) == 0 for s in range(progress + 1, step + 1))
+        soon = step // interval > progress // interval
         spent = sum(s > step - window for s in self._extra)
         if not (soon or spent >= _BURST or max(self._extra, default=-1) > progress):
             self._extra = (*self._extra[-15:], step)
@@ -104,49 +134,71 @@ class Schedule:
         Args:
             progress: the newest step that any rank has reached; that of `step` by default.
         """
+        progress = step.step if progress is None else progress
         if self._signs.setdefault(step.optimizer, Signs()).see(step):
-            self.bring_forward(step.step if progress is None else progress)
+            self.bring_forward(progress)
+        before = self._newest.get(step.optimizer, step.step - 1)
+        self._newest[step.optimizer] = max(before, step.step)
         rows = [row for row in step.rows.values() if math.isfinite(row.step_seconds)]
         if not rows:
             return
         cost = max(row.overhead_seconds for row in rows)
         base = statistics.median(max(row.step_seconds - row.overhead_seconds, 0.1 * row.step_seconds) for row in rows)
         base = max(base, 1e-6)
+        whole = base + max(0, step.step - before - 1) * (statistics.median(self._base) if self._base else base)
         if step.step:  # the first one begins with the script
             self._whole[0] += cost
-            self._whole[1] += base
+            self._whole[1] += whole
         if step.step < _WARM_UP:
             return
         checked = step.any(Flag.CHECKED)
         (self._full if checked else self._light).append(cost)
         self._base.append(base)
+        self._whole_base.append(whole)
         self._costs.append(cost)
         self._spent += cost if checked else 0.0
-        self.ratio = sum(self._costs) / sum(self._base)
-        decides = step.step == _FIRST_DECISION or step.step % _DECIDE_EVERY == 0
+        self.ratio = sum(self._costs) / sum(self._whole_base)
+        self._undecided += 1
+        decides = step.step == _FIRST_DECISION or self._undecided >= _DECIDE_EVERY
         if step.optimizer == 0 and decides and not self.every_step:
-            self._decide(step.step)
+            self._undecided = 0
+            self._decide(max(step.step, progress))
 
     def _decide(self, step: int) -> None:
         base = statistics.median_low(self._base)
         short = base < SHORT_SECONDS
-        lead = max(_MIN_LEAD_STEPS, min(_MAX_LEAD_STEPS, math.ceil(_LEAD_SECONDS / base)))
-        start = step + (_LEAD_STEPS_SHORT if short else lead)
+        lead = math.ceil(_LEAD_SECONDS / self._pace(base))
+        start = step + max(_MIN_LEAD_STEPS, lead if short else min(_MAX_LEAD_STEPS, lead))
+        start = max(start, WATCHED_STEPS if short else 0)
         early = start < START_STEPS
-        soon = self._spent + (start + _DECIDE_EVERY - step) * statistics.median_low(self._full or (0.0,))
-        every = early and short and soon <= START_SECONDS
-        interval = 1 if every else self._affordable(_SEEN * self.budget * base)
-        if interval > _MAX_INTERVAL_EARLY:  # each 64th step is checked however often a long interval changes
-            interval = _MAX_INTERVAL // 2 if interval <= _MAX_INTERVAL // 2 else _MAX_INTERVAL
-        interval = min(interval, _MAX_INTERVAL_EARLY if early and not short else _MAX_INTERVAL)
-        if interval != self._plan[-1][1]:
-            self._plan = (*self._plan[-7:], (start, interval))
-
-    def _affordable(self, allowed: float) -> int:
-        full = statistics.median(self._full) if self._full else 0.0
+        full = statistics.median_low(self._full or (0.0,))
         light = min(statistics.median(self._light), full) if self._light else 0.0
-        spare = allowed - light
-        return _MAX_INTERVAL if spare <= 0 else max(1, math.ceil((full - light) / spare))
+        soon = self._spent + (start + _DECIDE_EVERY - step) * full
+        allowed = _SEEN * self.budget * base
+        longest = _LEAST_SECONDS / base
+        if early and short and soon <= START_SECONDS:
+            checked = watched = 1
+        else:
+            watched = 1 if start < WATCHED_STEPS else _every(light, _WATCHING * allowed, longest)
+            spare = allowed - light / watched
+            usual = _MAX_INTERVAL_EARLY if early and not short else _MAX_INTERVAL
+            checked = _every(full - light, spare, max(usual, longest))
+        if (checked, watched) != self._plan[-1][1:]:
+            self._plan = (*self._plan[-7:], (start, checked, watched))
+
+
+def _every(cost: float, allowed: float, longest: float) -> int:
+    """Return every how many steps something can be had at a cost, so that each step pays what is allowed at most.
+
+    From 16 on only powers of two: a long interval that changes with each decision would leave long gaps.
+    """
+    if cost <= 0:
+        return 1
+    wanted = max(1, math.ceil(min(cost / allowed if allowed > 0 else longest, longest)))
+    if wanted <= _MAX_INTERVAL_EARLY:
+        return wanted
+    power = 1 << (wanted - 1).bit_length()
+    return power if power <= longest else power // 2
 
 
 class Signs:
@@ -168,7 +220,7 @@ class Signs:
             "parted norms": _norms_part(step),
             "skipped": step.any(Flag.SKIPPED) or step.any(Flag.GUARD_SKIPPED),
             "scale": self._scale_changes(step),
-            "absent": not step.complete,
+            "absent": not step.complete and not step.any(Flag.ALONE),
         }
         shown = frozenset(name for name, is_there in found.items() if is_there)
         new, self._shown = shown - self._shown, shown

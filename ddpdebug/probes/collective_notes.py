@@ -173,12 +173,24 @@ class CollectiveNotes:
             self._state.clock.stop()
 
     def _forward(self, event: ForwardBegan) -> None:
-        if internals.syncs_buffers_now(event.ddp):
-            self._of_ddp(BUFFERS, event.ddp)
+        self.forward(event.ddp)
 
     def _backward(self, _: BackwardBegan) -> None:
         for wrapper in self._state.wrappers:
             if wrapper.armed and (ddp := wrapper.ref()) is not None:
+                self._of_ddp(REDUCTIONS, ddp)
+
+    def forward(self, ddp: DistributedDataParallel) -> None:
+        """Note a forward, whether its step is watched or not."""
+        if internals.syncs_buffers_now(ddp):
+            self._of_ddp(BUFFERS, ddp)
+
+    def backward(self) -> None:
+        """Note a backward of a step that is not watched."""
+        if not self._is_placed:  # nobody else waits for this rank
+            return
+        for wrapper in self._state.wrappers:
+            if (ddp := wrapper.ref()) is not None and ddp.require_backward_grad_sync:
                 self._of_ddp(REDUCTIONS, ddp)
 
     def _of_ddp(self, operation: str, ddp: DistributedDataParallel) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as all_modules
@@ -77,6 +77,13 @@ PASSING = {
 }
 
 
+class Passing(Protocol):
+    """What sees to the steps that are not watched."""
+
+    def wake(self) -> None:
+        """Have the step that runs watched from here on."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """What was put in place of something of torch's or Python's until the monitor is closed.
@@ -107,6 +114,9 @@ class Entries:
         self.guard, self.threads, self.built = guard, Threads(guard.tell), Built()
         self.calls = ModuleCalls(guard, self.threads)
         self.closed = False
+        #: The step that runs is not watched: what each step calls is only counted, unless it is out of the usual.
+        self.unwatched = False
+        self.passing: Passing | None = None  # what sees to such steps
         self.placed: list[Placed] = []  # what is registered until the end
         self.left_out: list[str] = []  # what could not be
         self._undo: list[tuple[str, Callable[[], Any]]] = []
@@ -129,6 +139,7 @@ class Entries:
         who: Callable[..., bool] | None = None,
         stop: Callable[[], None] | None = None,
         always_ask: bool = False,
+        passes: Callable[..., bool] | None = None,
     ) -> None:
         """Look at the calls of a function of a module or class.
 
@@ -143,8 +154,10 @@ class Entries:
                 threads.
             stop: called first; raises what the user has asked to be raised here.
             always_ask: ask `who` in the followed thread as well.
+            passes: of what is called in each step, called with the arguments, in the followed thread, in the place of
+                the looks where the step is not watched; returns whether it is watched from here on.
         """
-        door = _Door(self, before, after, failed, who, stop=stop, always_ask=always_ask)
+        door = _Door(self, before, after, failed, who, stop=stop, always_ask=always_ask, passes=passes)
         self.guard.run(f"patch:{name.strip('_')}", self._patch, owner, name, door, why)
         if not any(placed.where == _path(owner, name) for placed in self.placed):
             self.left_out.append(_path(owner, name))
@@ -207,10 +220,11 @@ class Entries:
         failed: Sequence[Look],
         who: Callable[..., bool],
         stop: Callable[[], None],
+        passes: Callable[..., bool],
     ) -> None:
         """Look at the calls of the modules that `calls` follows, as `patch` does at those of a function."""
         self.on_modules()
-        self.calls.models = _Door(self, before, after, failed, who, stop=stop, always_ask=True)
+        self.calls.models = _Door(self, before, after, failed, who, stop=stop, always_ask=True, passes=passes)
 
     def _patch_home(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         """Put a function's wrapper also where it was defined: pickle looks for it there, by name."""
@@ -301,9 +315,15 @@ class Entries:
         who: Callable[..., bool],
         why: str = "",
         stop: Callable[[], None] | None = None,
+        passes: tuple[Callable[..., bool], Callable[..., bool]] | None = None,
     ) -> None:
-        """Hook the step of every optimizer; `stop` is called after the looks before it."""
-        doors = _Step(self, before, who, stop), _Step(self, after, who)
+        """Hook the step of every optimizer; `stop` is called after the looks before it.
+
+        Args:
+            passes: as `patch` has it, before and after a step.
+        """
+        first, second = (None, None) if passes is None else passes
+        doors = _Step(self, before, who, stop, first), _Step(self, after, who, None, second)
         for name, door in zip(("pre", "post"), doors, strict=True):
             register = getattr(all_optimizers, f"register_optimizer_step_{name}_hook")
             handle = self.guard.run(f"patch:step_{name}", register, door)
@@ -446,9 +466,9 @@ class Entries:
 class _Door:
     """The looks of one function."""
 
-    __slots__ = ("_after", "_always_ask", "_before", "_entries", "_failed", "_run", "_stop", "_who")
+    __slots__ = (*("_after", "_always_ask", "_before", "_entries", "_failed", "_passes", "_run", "_stop", "_who"),)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what there is to one function
         self,
         entries: Entries,
         before: Sequence[Look],
@@ -458,8 +478,9 @@ class _Door:
         *,
         stop: Callable[[], None] | None,
         always_ask: bool,
+        passes: Callable[..., bool] | None,
     ) -> None:
-        self._entries, self._run, self._who = entries, entries.guard.run, who
+        self._entries, self._run, self._who, self._passes = entries, entries.guard.run, who, passes
         self._stop, self._always_ask = stop, always_ask
         self._before, self._after, self._failed = tuple(before), tuple(after), tuple(failed)
 
@@ -469,27 +490,42 @@ class _Door:
         return self._entries.closed
 
     def begins(self, args: Any, kwargs: Any) -> Any:
+        if self._passes is not None and self._entries.unwatched and self._pass_by(args, kwargs):
+            return args, kwargs, False
         if torch.compiler.is_compiling() or not self._opens(args, kwargs):
             return None
         if self._stop is not None:
             self._stop()
         for part, look in self._before:
             self._run(part, look, *args, **kwargs)
-        return args, kwargs
+        return args, kwargs, True
 
     def ended(self, noted: Any, result: Any) -> Any:
-        if noted is not None:
-            args, kwargs = noted
+        if noted is not None and noted[2]:
+            args, kwargs, _ = noted
             for part, look in self._after:
                 self._run(part, look, result, *args, **kwargs)
         return result
 
     def failed(self, noted: Any) -> None:
         if noted is not None:
-            (args, kwargs), error = noted, sys.exception()
+            (args, kwargs, _), error = noted, sys.exception()
             failure.note(error)
+            if self._passes is not None and self._entries.unwatched and self._entries.passing is not None:
+                if self._entries.threads.ident != threading.get_ident():
+                    return
+                self._run("event:Woken", self._entries.passing.wake)
             for part, look in self._failed:
                 self._run(part, look, error, *args, **kwargs)
+
+    def _pass_by(self, args: Any, kwargs: Any) -> bool:
+        """Return whether a call in a step that is not watched is left alone."""
+        entries = self._entries
+        if entries.closed or entries.threads.ident != threading.get_ident():
+            return True
+        if self._stop is not None:
+            self._stop()
+        return self._passes is None or not self._run("event:Passed", self._passes, *args, **kwargs)
 
     def _opens(self, args: Any, kwargs: Any) -> bool:
         entries = self._entries
@@ -509,14 +545,22 @@ class _Step:
         looks: Sequence[Look],
         who: Callable[..., bool],
         stop: Callable[[], None] | None = None,
+        passes: Callable[..., bool] | None = None,
     ) -> None:
-        self._entries, self._looks, self._who, self._stop = entries, tuple(looks), who, stop
+        self._entries, self._looks, self._who, self._stop, self._passes = entries, tuple(looks), who, stop, passes
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         entries = self._entries
         if torch.compiler.is_compiling() or entries.closed:
             return
         run = entries.guard.run
+        if self._passes is not None and entries.unwatched:
+            if entries.threads.ident != threading.get_ident():
+                return
+            if not run("event:Passed", self._passes, optimizer):
+                if self._stop is not None:
+                    self._stop()
+                return
         if entries.threads.ident == threading.get_ident() or run("probe:threads", self._who, optimizer):
             for part, look in self._looks:
                 run(part, look, optimizer, args, kwargs)

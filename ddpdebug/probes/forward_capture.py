@@ -34,6 +34,7 @@ from ddpdebug.probes.training_events import (
     ModuleForwardBegan,
     ModuleForwardEnded,
     StepClosed,
+    StepPassed,
 )
 
 #: Micro-batches of one step that are kept.
@@ -125,6 +126,7 @@ class ForwardCaptures:
         bus.on("probe:scene", ForwardEnded, lambda e: self._end(internals.unwrap_compiled(e.ddp.module), e.outputs()))
         bus.on("probe:scene", ModuleForwardEnded, lambda e: self._end(e.module, e.outputs()))
         bus.on("probe:scene", StepClosed, lambda _: self.next_step())
+        bus.on("probe:scene", StepPassed, lambda _: self.next_step())
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
         """Note the beginning of a forward; only of one with gradients."""

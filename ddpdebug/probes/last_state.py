@@ -21,7 +21,7 @@ from ddpdebug.probes.optimizers import Mark, OptimizerWatch
 from ddpdebug.probes.record import SinceLastStep, StepRecord
 from ddpdebug.probes.step_digests import ParameterDigests, StateDigests
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Bus, ForwardBegan, GroupEnds, OptimizerEnded, Paused, StepClosed
+from ddpdebug.probes.training_events import Bus, ForwardBegan, GroupEnds, OptimizerEnded, Paused, StepClosed, StepPassed
 from ddpdebug.schema.row import Flag
 
 #: So many parameters' contents are looked at in every step, evenly spread over the table: what rewrites a model on
@@ -29,6 +29,8 @@ from ddpdebug.schema.row import Flag
 _SPOTS = 64
 #: On a device each is a launch, of which a step can bear few.
 _SPOTS_ON_DEVICE = 8
+#: ... and in steps that are not watched.
+_FEW = 8
 #: What is read at the end on the CPU, at 4 to 30 GB/s: more is not judged. The state is left out first.
 _MOST_BYTES = 8 << 30
 #: Optimizers that come and go in every step are looked at no longer when that has taken so many seconds, and this share
@@ -64,10 +66,11 @@ class LastState:
         self._closed = False
         self._chosen: dict[int, tuple[tuple[int, ...], list[int] | None]] = {}  # by index of the optimizer
         self._began = self._seconds = 0.0
-        self._kept = Flag(0)
+        self._kept, self._flags = Flag(0), dict[int, Flag]()  # the latter by optimizer, as of the newest mark
         for flag in _KEPT:
             self._kept |= flag
         bus.on("probe:last-state", StepClosed, self._step_closed)
+        bus.on("probe:last-state", StepPassed, self._step_passed)
         bus.on("probe:last-state", ForwardBegan, self._forward_begins)
         bus.on("probe:last-state", Paused, self._pauses)
         bus.on("probe:last-state", GroupEnds, self._group_ends)
@@ -80,6 +83,16 @@ class LastState:
     def _step_closed(self, event: StepClosed) -> None:
         if self._state.world > 1:
             self.mark(event.watch, event.record)
+
+    def _step_passed(self, event: StepPassed) -> None:
+        """Mark a few parameters after a step that is not watched."""
+        watch, flags = event.watch, self._flags.get(event.watch.index)
+        watch.mark = None
+        if self._state.world > 1 and flags is not None and (choice := self._choice(watch)) is not None:
+            few = tuple(choice[:: max(1, len(choice) // _FEW)])
+            params = [watch.params[i] for i in few]
+            spots = fingerprint.spots(params) if watch.on_cpu else 0  # each is a launch on a device
+            watch.mark = Mark(event.step, flags, watch.key, internals.places_of(params), spots, few)
 
     def _forward_begins(self, _: ForwardBegan) -> None:
         if not torch.is_grad_enabled():
@@ -111,7 +124,8 @@ class LastState:
         watch.mark = None
         if self._choice(watch) is not None:
             places = internals.places_of(watch.params)
-            watch.mark = Mark(record.step, record.flags & self._kept, watch.key, places, self._spots(watch))
+            flags = self._flags[watch.index] = record.flags & self._kept
+            watch.mark = Mark(record.step, flags, watch.key, places, self._spots(watch))
 
     def look(self, watch: OptimizerWatch, loaded: bool) -> None:  # noqa: FBT001 - passed on by the guard
         """Hand over the fingerprints of what the last step has left, once, or that this is not known any more.
@@ -146,7 +160,14 @@ class LastState:
 
     def _stands(self, watch: OptimizerWatch, mark: Mark) -> bool:
         """Tell whether nothing has rewritten the parameters, as far as that is known without waiting for a device."""
-        if mark.key != watch.key or mark.places != internals.places_of(watch.params):
+        if mark.key != watch.key:
+            return False
+        if mark.of is not None:
+            few = [watch.params[i] for i in mark.of]
+            return mark.places == internals.places_of(few) and (
+                not watch.on_cpu or mark.spots == fingerprint.spots(few)
+            )
+        if mark.places != internals.places_of(watch.params):
             return False
         return not isinstance(mark.spots, int) or bool(self._spots(watch) == mark.spots)
 

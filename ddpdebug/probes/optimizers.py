@@ -34,6 +34,7 @@ class Mark(NamedTuple):
     key: tuple[int, ...]  # of the table of parameters
     places: Sequence[tuple[int, int]]
     spots: int | torch.Tensor
+    of: tuple[int, ...] | None = None  # the parameters of `places` and `spots` where these are few
 
 
 @dataclass(slots=True)

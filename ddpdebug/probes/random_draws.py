@@ -38,6 +38,7 @@ from ddpdebug.probes.training_events import (
     ForwardEnded,
     ForwardFailed,
     StepClosing,
+    Woken,
 )
 from ddpdebug.probes.values import raw_bytes
 from ddpdebug.schema import announcements
@@ -133,6 +134,7 @@ class RandomDraws:
             (ForwardEnded, self._ends),
             (ForwardFailed, self._fails),
             (StepClosing, self._closes),
+            (Woken, self._woken),
         ):
             bus.on("probe:draws", event, look)
 
@@ -166,6 +168,9 @@ class RandomDraws:
 
     def _fails(self, _: ForwardFailed) -> None:
         self._before = None
+
+    def _woken(self, _: Woken) -> None:
+        self._step, self._before = _Step(), self._now() if self._follows() else None
 
     def _read(self, place: DrawingPlace) -> None:
         now, before = self._now(), self._before

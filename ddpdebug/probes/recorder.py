@@ -24,7 +24,7 @@ from ddpdebug.probes.async_copy import LaterOne, sampled as sample_later
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
-from ddpdebug.probes.loop_calls import Adding, LoopCalls, Losses
+from ddpdebug.probes.loop_calls import Adding, LoopCalls, Losses, StepCalls
 from ddpdebug.probes.model_copies import ModelCopies
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
@@ -91,6 +91,8 @@ class Recorder:
         hand_over: takes a finished record; must not block.
         announce: tells all ranks.
         due: tells for (optimizer, step) whether the sampled tier runs.
+        watched: tells whether the step has a row.
+        passed: is told (optimizer, step) of one that has none.
     """
 
     def __init__(  # noqa: PLR0913 - what it depends on
@@ -106,10 +108,14 @@ class Recorder:
         hand_over: Callable[[StepRecord], None],
         announce: Announce,
         due: Callable[[int, int], bool],
+        watched: Callable[[int, int], bool],
+        passed: Callable[[int, int], None],
     ) -> None:
         self._bus, self._state, self._guard, self._entries = bus, state, guard, entries_of(guard)
         self._models, self._hooks, self._calls, self._veto = models, hooks, calls, veto
-        self._hand_over, self._announce, self._due = hand_over, announce, due
+        self._hand_over, self._announce, self.due, self._watched = hand_over, announce, due, watched
+        self._passed = passed
+        self._over: Callable[..., None] | None = None
         self._started: list[float] = []  # of the forwards and backwards that run
         self._adding = Adding()
         self._shares = 1  # losses that are given to backward are so many parts of one
@@ -428,7 +434,7 @@ class Recorder:
             watch.step,
             flags,
             state.since,
-            checked=(state.checking or self._due(watch.index, watch.step)) and not state.since.cut,
+            checked=(state.checking or self.due(watch.index, watch.step)) and not state.since.cut,
             names=watch.names,
             owned=watch.owned,
             ids=watch.ids,
@@ -454,12 +460,43 @@ class Recorder:
         self._shares = losses.settle(self._shares)  # not before: with a closure, the step runs the last backward
         losses.scale, losses.adding = self._calls.last_loss_scale, self._adding
         self._bus.emit(events.StepClosed(watch, record))
-        self._hand_over(record)
-        watch.step += 1
-        number = max(w.step for w in state.watches)
-        state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), number)
+        has_row, alone, state.alone = self._watched(watch.index, watch.step), state.alone, False
+        if alone and not has_row:
+            record.flags |= Flag.ALONE
+            has_row = True
+        if has_row:
+            self._hand_over(record)
+        step, since = self.count(watch), state.since
+        state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), state.next_step())
         state.synced = state.syncs
-        state.checking = any(self._due(w.index, w.step) for w in state.watches)
+        state.checking = any(self.due(w.index, w.step) for w in state.watches)
+        if not has_row:
+            keep_for_next(since, state.since)
+            self._passed(watch.index, step)
+        if self._over is not None:
+            self._over(watch.index, has_row=has_row)
+
+    # --- steps that are not watched -----------------------------------------------------------------------------------
+
+    def when_over(self, call: Callable[..., None]) -> None:
+        """Call with the optimizer's number and `has_row` as a step is over."""
+        self._over = call
+
+    def known(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch | None:
+        """Return what is known of an optimizer that has stepped before, and is looked at."""
+        watch = self._by_optimizer.get(id(optimizer))
+        return watch if watch is not None and watch.ref is not None and watch.ref() is optimizer else None
+
+    def may_pass(self) -> bool:
+        """Tell whether a step may go unwatched: not where only what happens in between tells that there is one."""
+        hidden = self._fused is not None or self._hand is not None or self._veto is not None
+        return not (hidden or self._stepping or any(watch.given_up for watch in self._state.watches))
+
+    @staticmethod
+    def count(watch: OptimizerWatch) -> int:
+        """Count a step; return its number."""
+        watch.step += 1
+        return watch.step - 1
 
     def _numbers(self) -> dict[str, Any]:
         since = self._state.since
@@ -539,6 +576,17 @@ class Recorder:
         self._hand_open = None
         self._state.by_hand = True
         self._finish(self._hand, record)
+
+
+def keep_for_next(since: SinceLastStep, following: SinceLastStep) -> None:
+    """Keep what no later step shows of a step that has no row: losses of an evaluation, loads."""
+    if not since.parts:
+        return
+    if Losses in since.parts and (told := since.parts[Losses]).validation:
+        noted = following.parts[Losses]
+        noted.validation, noted.seen = told.validation, told.seen
+    if StepCalls in since.parts and (loads := since.parts[StepCalls].loads):
+        following.parts[StepCalls].loads = loads
 
 
 def _phases(since: SinceLastStep) -> float:

@@ -73,6 +73,7 @@ class StepState:
         self.since = SinceLastStep(started=time.perf_counter())
         self.clock = Clock()
         self.checking = True  # the sampled tier runs in this step
+        self.alone = False  # the step has a row of this rank's, although it is not to be watched
         self.in_backward = 0  # backwards that run, one inside the other
         self.backwards = self.syncs = 0
         self.synced = 0  # what `syncs` was when the newest step ended

@@ -29,6 +29,9 @@
                                                    StepClosed           the record is complete
         scheduler.step()                         SchedulerStepped
 
+    Steps that are not watched (`unwatched_steps.py`) have StepPassed and, as one that is watched begins after them,
+    Woken.
+
     Where no optimizer exists and the script updates its parameters by hand, GradientsFinal comes after BackwardEnded,
     and StepClosing and StepClosed as the next forward with gradients begins, if the parameters have changed until then.
 
@@ -106,10 +109,11 @@ class Bus:
         self._looks[kind] = tuple(looks)
         self._guard.needs(part, part_of(kind))
 
-    def emit(self, event: Event) -> None:
-        """Let all subscribers look at an event."""
+    def emit(self, event: Event, only: frozenset[str] | None = None) -> None:
+        """Let all subscribers look at an event, or only some of the parts."""
         for part, look in self._looks.get(type(event), ()):
-            self._run(part, look, event)
+            if only is None or part in only:
+                self._run(part, look, event)
 
 
 def part_of(kind: type[Event]) -> str:
@@ -451,6 +455,26 @@ class OptimizerEnded(Event):
 
     order = ("probe:last-state", "forensics:elements")
     watch: OptimizerWatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepPassed(Event):
+    """An optimizer has taken a step that was not watched, with this number."""
+
+    optimizer: torch.optim.Optimizer
+    watch: OptimizerWatch
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Woken(Event):
+    """After steps that were not watched, the one that runs is from here on: what was noted of earlier ones is old.
+
+    Args:
+        optimizer: that has stepped last.
+    """
+
+    optimizer: torch.optim.Optimizer | None
 
 
 # --- data, schedules, loads -------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Flag(IntFlag):
     GRADS_WRITTEN = 1 << 47  # something else than clipping and unscaling changed gradients after the last backward
     BATCH_GREW = 1 << 49  # the model was given larger inputs, all together, than for the step before
     BATCH_SHRANK = 1 << 50  # ... or smaller ones
+    ALONE = 1 << 51  # the step was not to be watched: this rank has a row of it because a number was not finite
     AVERAGED = 1 << 48  # with LOCAL_ONLY, where no rank has said so but later steps have shown it
 
 

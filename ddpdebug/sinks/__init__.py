@@ -41,6 +41,7 @@ class StepJudged:
     """One step of all ranks, after the detectors saw it."""
 
     step: Step
+    steps: int = 1  # that it stands for: itself, and those before it that had no rows
     interval: int = 1  # the sampled tier runs every so many steps
     overhead_ratio: float = float("nan")  # time in ddpdebug / time of the steps without it, of the newest steps
     overhead_of_run: float = float("nan")  # the same, of all steps so far

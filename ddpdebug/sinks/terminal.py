@@ -201,6 +201,7 @@ class Terminal:
             self._print(self._block(finding, f"more about the finding{place}", [("evidence", evidence_lines(added))]))
 
     def _end(self, record: RunEnded) -> None:
+        self._summary.end(record.steps)
         items = self._summary.items(self._world)
         if self._findings or self._summary.checked(self._world):
             items.insert(0, _findings_text(self._findings.values()))
@@ -297,7 +298,7 @@ class Summary:
     def count(self, record: StepJudged) -> None:
         """Count a judged step."""
         outvoted = dissenters(record.step)
-        self.steps[record.step.optimizer] += 1
+        self.steps[record.step.optimizer] += record.steps
         self.last[record.step.optimizer] = record.step.step
         if "parameters" in outvoted:
             self.last_states.add((record.step.optimizer, record.step.step))
@@ -313,6 +314,12 @@ class Summary:
         self.overhead, self.lately = record.overhead_of_run, record.overhead_ratio
         self.interval = record.interval
         self.sampled |= record.interval > 1
+
+    def end(self, steps: Mapping[int, int]) -> None:
+        """Take how many steps this rank has taken: the last ones may have had no rows."""
+        if self.steps:
+            self.steps |= Counter(steps)
+            self.last |= {optimizer: taken - 1 for optimizer, taken in steps.items() if optimizer in self.last}
 
     def count_last(self, payload: Mapping[str, Any]) -> None:
         """Count the comparison of the parameters that the last step has left, where all ranks gave theirs."""

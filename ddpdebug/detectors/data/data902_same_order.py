@@ -29,9 +29,14 @@ class _History:
     period: int = 0
     since: int = 0  # step of the first repetition
     matches: int = 0
+    newest: int = -1
 
     def add(self, step: int, value: int) -> None:
         """Add the next batch; keeps track of how long everything has come again at the same distance."""
+        if step > self.newest + 1:  # batches in between were not seen
+            self.seen.clear()
+            self.period = self.matches = 0
+        self.newest = step
         distance = step - self.seen.pop(value, step)
         if distance and distance == self.period:
             self.matches += 1

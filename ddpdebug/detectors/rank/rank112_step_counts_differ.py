@@ -138,6 +138,8 @@ class StepCountsDiffer(ComparisonRule):
         if step.complete:
             self._complete.add(step.optimizer)
             return
+        if step.any(Flag.ALONE):
+            return
         gone = tuple(rank for rank in range(step.world) if rank not in step.everyone)
         ended = set(step.facts.get("end", ()))
         if step.optimizer in self._loose or step.optimizer not in self._complete or ended & set(gone):

@@ -114,6 +114,12 @@ class Schedules:
             found["elsewhere"] = ScheduledElsewhere(kind="attribute", class_name=type(optimizer).__name__)
         return found
 
+    def passed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that is not looked at."""
+        self._count(optimizer)
+        for calls in self._calls.values():
+            calls.pending = 0
+
     def forgive(self) -> None:
         """Forget the calls since the last step: the loss scaler has skipped one."""
         for calls in self._living():

@@ -248,6 +248,8 @@ class Recipe:
         bus.on("probe:recipe", events.StepBegan, self._before_step)
         bus.on("probe:recipe", events.StepEnded, self._after_step)
         bus.on("probe:scaler", events.StepSkipped, self._skipped)
+        bus.on("probe:schedules", events.StepPassed, lambda event: self.schedules.passed(event.optimizer))
+        bus.on("probe:clearing", events.Woken, self._woken)
         bus.on("probe:audit", events.OptimizerBuilt, self._built)
         bus.on("probe:schedules", events.SchedulerBuilt, self.scheduler_built)
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
@@ -692,6 +694,12 @@ class Recipe:
         self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
+
+    def _woken(self, event: events.Woken) -> None:
+        """Begin anew after steps that were not watched."""
+        self._last = None
+        if event.optimizer is not None:
+            self.clearing.after_step(event.optimizer)
 
     def _skipped(self, event: events.StepSkipped) -> None:
         """Begin the next step after one that GradScaler did not let happen."""

@@ -28,7 +28,15 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Bus, CollectiveBegan, ForwardBegan, ModuleForwardBegan, StepBegan, StepEnded
+from ddpdebug.probes.training_events import (
+    Bus,
+    CollectiveBegan,
+    ForwardBegan,
+    ModuleForwardBegan,
+    StepBegan,
+    StepEnded,
+    Woken,
+)
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
 from ddpdebug.schema.announcements import Announcement, TrainModeValidation, ValidationLine
 
@@ -115,13 +123,14 @@ class Evaluations:
         self._train_mode = _TrainMode(state, tell)
         bus.on("probe:evaluation", StepBegan, self.end)
         bus.on("probe:evaluation", StepEnded, self.begin)
+        bus.on("probe:evaluation", Woken, self.begin)
         bus.on("probe:evaluation", ForwardBegan, self._forward)
         bus.on("probe:evaluation", ModuleForwardBegan, self._train)
         bus.on("probe:evaluation", CollectiveBegan, lambda _: self._read_newest())
 
     # --- when to look -------------------------------------------------------------------------------------------------
 
-    def begin(self, _: StepEnded) -> None:
+    def begin(self, _: StepEnded | Woken) -> None:
         """An optimizer has stepped: an evaluation may follow."""
         if self._source == "told" or self._state.in_backward or self._threads.several:
             return

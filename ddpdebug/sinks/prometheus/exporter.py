@@ -251,6 +251,7 @@ class PrometheusSink(Collector):
                 # of each kind the lowest rank is chosen in any case, and the others because they are first in something
                 how = {"events": not step.kinds, "times": not step.chosen or rank in step.kinds}
                 state.add(row, now, self._pace.bounds, host_bytes=host, cost=cost, **how)
+                state.steps += record.steps - 1
             self._count_kinds(step, now)
             everyone = step.everyone
             for rank, state in self._ranks.items():
@@ -259,6 +260,7 @@ class PrometheusSink(Collector):
             peers = self._peers.get(self._nodes.get(self._rank, ""), {self._rank})
             host, cost = self._used(step, peers), costs.get(self._rank, 0.0)
             self._ranks[self._rank].add(own, now, self._pace.bounds, host_bytes=host, cost=cost)
+            self._ranks[self._rank].steps += record.steps - 1
         for what, ranks in dissenters(step).items():
             self._outvoted[what][step.optimizer] = ranks
             self._disagreements[what] += bool(ranks)

@@ -1,0 +1,227 @@
+"""Steps that are not watched: they are counted, and run as without ddpdebug but for a few tests of a flag.
+
+A job of short steps pays for what is looked at by the step, not by the second, so that only some of its steps are
+watched (`monitor/sampling.py`, the same on every rank). Between them the looks at what each step calls are left out
+as a whole, and no row is made. What is out of the usual wakes them: an evaluation, an exception, an optimizer that is
+not known. Then the rest of the step is looked at, but still has no row: the other ranks have none of it. On the CPU,
+steps that are not very short are followed by the numbers all the same, and a loss that is not finite is worth a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.clock import time
+from ddpdebug.isolation.foreign import is_a
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import training_events as events
+from ddpdebug.probes.collective_notes import CollectiveNotes
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.nonfinite_notes import Looks
+from ddpdebug.probes.record import SinceLastStep
+from ddpdebug.probes.recorder import Recorder, keep_for_next
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Bus
+from ddpdebug.schema.step import are_many
+
+#: An optimizer that has not stepped for so many steps of others is not waited for.
+_FORGOTTEN = 64
+#: Shorter steps are not followed by the numbers: what that takes is some 0.1 ms. After a loss that is not finite the
+#: next ones are not either: they show nothing new.
+_FOLLOWED_SECONDS, _APART = 0.01, 64
+#: Who follows the numbers: what is kept of a forward for its replay, and the notes of the forward.
+_NUMBERS = frozenset({"probe:scene", "probe:numerics-forward"})
+
+
+class UnwatchedSteps:
+    """Lets steps pass, and has others watched.
+
+    Args:
+        watched: tells for (optimizer, step) whether the step has a row.
+        passed: is told (optimizer, step) of each step that had none.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        state: StepState,
+        guard: Guard,
+        *,
+        recorder: Recorder,
+        collectives: CollectiveNotes,
+        watched: Callable[[int, int], bool],
+        passed: Callable[[int, int], None],
+    ) -> None:
+        self._bus, self._state, self._guard, self._entries = bus, state, guard, entries_of(guard)
+        self._recorder, self._collectives, self._watched, self._passed = recorder, collectives, watched, passed
+        self.begun = 0  # steps that began unwatched
+        self._partly = False  # something of the step that runs has passed already
+        self._stepping: list[int] = []
+        self._wakes = False  # as soon as the optimizer has stepped
+        self._taken = 0  # steps of all optimizers
+        self._at: dict[int, int] = {}  # the newest of them by optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._overhead = 0.0  # of ddpdebug's time before the newest row
+        self._roots: dict[int, Any] = {}
+        self._follows = False  # the numbers
+        self._bad = -_APART  # the step with the newest loss that was not finite
+        self._entries.passing = self
+        recorder.when_over(self._over)
+
+    # --- between steps ------------------------------------------------------------------------------------------------
+
+    def _over(self, optimizer: int, *, has_row: bool) -> None:
+        """A watched step is over: let the next one pass, unless it is to be watched."""
+        if has_row:
+            self._overhead = self._guard.elapsed()
+        else:
+            self._state.since.overhead_before = self._overhead
+        self._note(optimizer)
+        if self._may_pass():
+            self._partly, self._entries.unwatched, self._follows = False, True, self._is_on_cpu()
+            self._stepping.clear()
+            self._look_for_evaluations()
+
+    def _note(self, optimizer: int) -> None:
+        self._taken += 1
+        self._at[optimizer] = self._taken
+
+    def _may_pass(self) -> bool:
+        if not self._recorder.may_pass():
+            return False
+        return not any(
+            self._watched(watch.index, watch.step)
+            for watch in self._state.watches
+            if self._taken - self._at.get(watch.index, 0) < _FORGOTTEN
+        )
+
+    def wake(self) -> None:
+        """Have the step that runs watched from here on."""
+        if not self._entries.unwatched:
+            return
+        if self._stepping:  # a closure: the step ends as it began
+            self._wakes = True
+            return
+        self._entries.unwatched = self._wakes = False
+        optimizer, self._optimizer = self._optimizer, None
+        before = self._state.since
+        self._guard.cut()  # what the probes have noted is of an earlier step
+        since = self._state.since
+        keep_for_next(before, since)
+        since.cut, since.overhead_before = self._partly, self._overhead
+        for wrapper in self._state.wrappers if self._partly else ():
+            wrapper.elsewhere = True  # its forward was not seen: a backward now has not passed it by
+        self._state.checking = not self._partly and any(
+            self._recorder.due(watch.index, watch.step) for watch in self._state.watches
+        )
+        self._bus.emit(events.Woken(optimizer))
+
+    # --- what is called in each step; each returns whether the step is watched from here on ---------------------------
+
+    def leave(self, *_: Any, **__: Any) -> bool:
+        """A call that says nothing by itself."""
+        return False
+
+    @property
+    def only(self) -> frozenset[str] | None:
+        """Who looks at forwards now; None is everybody."""
+        return _NUMBERS if self._entries.unwatched else None
+
+    def ddp_forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
+        """A DDP is called."""
+        if torch.is_grad_enabled():
+            self._collectives.forward(ddp)
+        return self.forward()
+
+    def forward(self, *_: Any, **__: Any) -> bool:
+        """A model is called."""
+        if not torch.is_grad_enabled():
+            self.wake()
+            return True
+        self._partly = True
+        return self._follows
+
+    def prepared(self, *_: Any, **__: Any) -> bool:
+        """A DDP prepares its forward."""
+        return self._follows
+
+    def backward(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
+        """`backward` is called."""
+        self._partly = True
+        self._collectives.backward()
+        if not self._follows or are_many(self._state.world) or _is_finite(tensors):
+            return False
+        step = self._state.next_step()
+        if step < self._bad + _APART:
+            return False
+        self._bad = step
+        looks = self._state.since.parts[Looks]
+        self.wake()
+        self._state.since.parts[Looks], self._state.alone = looks, True
+        return True
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer is about to step."""
+        if self._stepping and id(optimizer) in self._stepping:
+            self._stepping.clear()  # its last step has raised
+        if not self._stepping and self._recorder.known(optimizer) is None:
+            self._partly = True
+            self.wake()
+            return True
+        self._stepping.append(id(optimizer))
+        self.begun += 1
+        return False
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer has stepped."""
+        if id(optimizer) not in self._stepping:
+            return False
+        while self._stepping and self._stepping.pop() != id(optimizer):
+            pass
+        watch = self._recorder.known(optimizer)
+        if self._stepping or watch is None:
+            return False
+        step = self._recorder.count(watch)
+        state, now = self._state, time.perf_counter()
+        self._follows = now - state.since.started >= _FOLLOWED_SECONDS and self._is_on_cpu()
+        since, state.since = state.since, SinceLastStep(now, self._overhead, state.next_step())
+        keep_for_next(since, state.since)
+        state.synced = state.syncs
+        self._note(watch.index)
+        self._partly, self._optimizer = False, optimizer
+        self._passed(watch.index, step)
+        self._bus.emit(events.StepPassed(optimizer, watch, step))
+        if self._wakes or not self._may_pass():
+            self.wake()
+        return False
+
+    def _is_on_cpu(self) -> bool:
+        model = next(iter(self._state.models()), None)
+        parameter = None if model is None else next(iter(internals.parameters(model)), None)
+        return parameter is not None and parameter.device.type == "cpu"
+
+    # --- evaluations --------------------------------------------------------------------------------------------------
+
+    def _look_for_evaluations(self) -> None:
+        """Look at direct calls of wrapped models: without gradients they evaluate."""
+        for wrapper in self._state.wrappers:
+            module = wrapper.module()
+            if wrapper.index not in self._roots and module is not None and not internals.anything_compiled():
+                self._roots[wrapper.index] = self._entries.before_module("event:Woken", module, self._called)
+
+    def _called(self, *_: Any) -> None:
+        if self._entries.unwatched and not torch.is_grad_enabled() and self._entries.threads.is_here():
+            self.wake()
+
+
+def _is_finite(loss: Any) -> bool:
+    """Tell whether nothing is known to be wrong with what `backward` is called on."""
+    if not is_a(loss, torch.Tensor) or not internals.is_plain(loss) or loss.device.type != "cpu" or loss.numel() != 1:
+        return True
+    return math.isfinite(loss.detach().item())
