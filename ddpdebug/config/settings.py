@@ -80,7 +80,7 @@ class Config:
         kinds.text("a name"),
         "Name of the run for people, a label of all its metrics; the default is the script's.",
     )
-    budget: float = _option(0.01, kinds.number(0, 1), "Share of the run's time that ddpdebug may take in the job's processes.")
+    budget: float = _option(0.01, kinds.number(0, 1), "Share of the run's time that ddpdebug may take.")
     every_step: bool = _option(
         False,
         kinds.SWITCH,

@@ -164,9 +164,8 @@ class LastState:
             return False
         if mark.of is not None:
             few = [watch.params[i] for i in mark.of]
-            return mark.places == internals.places_of(few) and (
-                not watch.on_cpu or mark.spots == fingerprint.spots(few)
-            )
+            alike = mark.places == internals.places_of(few)
+            return bool(alike and (not watch.on_cpu or mark.spots == fingerprint.spots(few)))
         if mark.places != internals.places_of(watch.params):
             return False
         return not isinstance(mark.spots, int) or bool(self._spots(watch) == mark.spots)

@@ -428,7 +428,8 @@ def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
         run.add_metric([clean(started.scheduler_job, 60), str(world), *versions, out], 1)
     yield run
     yield _gauge("ddpdebug_world_size", "Ranks that the run was started with.", [((own,), world)])
-    yield _gauge("ddpdebug_overhead_budget_ratio", "Share of the run's time that ddpdebug may take.", [((own,), budget)])
+    text = "Share of the run's time that ddpdebug may take."
+    yield _gauge("ddpdebug_overhead_budget_ratio", text, [((own,), budget)])
 
 
 def identity_of(started: RunStarted | None) -> dict[str, str]:
