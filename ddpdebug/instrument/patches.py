@@ -396,8 +396,8 @@ class Patches:
     def _averages(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Averaged())
 
-    def _group_ends(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.GroupEnds())
+    def _group_ends(self, group: Any = None) -> None:
+        self._bus.emit(events.GroupEnds(last=group is None or group is dist.group.WORLD))
 
 
 def _emits(kind: type[Event], emit: Callable[..., None]) -> Look:
