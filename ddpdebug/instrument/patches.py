@@ -360,7 +360,7 @@ class Patches:
 
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         given = *args, *kwargs.values()
-        self._bus.emit(events.SchedulerStepped(scheduler, absolute=any(one is not None for one in given)))
+        self._bus.emit(events.SchedulerStepped(scheduler, absolute=any([one is not None for one in given])))
 
     def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
         self._bus.emit(events.SubsetMade(subset, user_location()))

@@ -924,7 +924,7 @@ class Monitor:
         run("exchange:steps", many.work, last_states=self._has_all_last_states(tick.members))
 
     def _has_all_last_states(self, members: Sequence[int]) -> bool:
-        return all(rank in self._ended and self._awaited.get(rank) == 0 for rank in members)
+        return all([rank in self._ended and self._awaited.get(rank) == 0 for rank in members])
 
     def _tell_met(self, met: Met) -> None:
         """Write down who takes part and how far they are apart: when it changes, and every few seconds."""
@@ -1120,7 +1120,7 @@ class Monitor:
         """Leave as others have because of a hang, whose end has thrown the script out of its collective."""
         if self._hang_stop is None or self._home is None or not is_victims(reason):
             return
-        gone = any(is_by_hang(outcome["reason"]) for outcome in read_outcomes(self._home).values())
+        gone = any([is_by_hang(outcome["reason"]) for outcome in read_outcomes(self._home).values()])
         finding = self._hang_stop.standing() if gone else None
         if finding is not None:
             self._leave_by_hang(finding, 0.0)
@@ -1198,14 +1198,16 @@ class Monitor:
             optimizer, name = names[0]
             self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
             if self._is_waited_for:  # no step comes, and the parameters are still there
-                watch = next((w for w in reversed(self.probes.state.watches) if w.index == optimizer and w.names), None)
+                watch = next(
+                    iter([w for w in reversed(self.probes.state.watches) if w.index == optimizer and w.names]), None
+                )
                 self.elements.last_look(watch) if watch is not None else self.elements.miss(key_of(finding))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""
         flat, name = int(evidence.pop("flat_index")), str(evidence["element_of"])
         rows = (row for watch in tuple(self.probes.state.watches) for row in watch.table)
-        shape = next((tuple(row[1].shape) for row in rows if row[0] == name), None)
+        shape = next(iter([tuple(row[1].shape) for row in rows if row[0] == name]), None)
         index = {} if shape is None else {"index": unravel(flat, shape)}  # the parameter may be gone by now
         self.reporter.add(key, {**index, **evidence})
 

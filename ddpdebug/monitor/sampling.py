@@ -72,7 +72,7 @@ class Schedule:
     def interval(self, step: int) -> int:
         """Return the interval in force at a step."""
         plan = self._plan  # replaced as a whole by the background thread
-        return next((interval for start, interval in reversed(plan) if step >= start), plan[0][1])
+        return next(iter([interval for start, interval in reversed(plan) if step >= start]), plan[0][1])
 
     def due(self, optimizer: int, step: int) -> bool:
         """Tell whether the sampled tier runs at a step."""
@@ -93,7 +93,7 @@ class Schedule:
         step = progress + self.ahead(_NOTICE_SECONDS)
         interval = self.interval(step)
         window = _BURST * _REGULAR_PER_EXTRA * interval
-        soon = any(self.interval(s) == 1 or s % self.interval(s) == 0 for s in range(progress + 1, step + 1))
+        soon = any([self.interval(s) == 1 or s % self.interval(s) == 0 for s in range(progress + 1, step + 1)])
         spent = sum(s > step - window for s in self._extra)
         if not (soon or spent >= _BURST or max(self._extra, default=-1) > progress):
             self._extra = (*self._extra[-15:], step)
@@ -196,7 +196,7 @@ class Signs:
 
     def _scale_changes(self, step: Step) -> bool:
         scales = {rank: row.loss_scale for rank, row in step.rows.items() if math.isfinite(row.loss_scale)}
-        changed = any(self._scales.get(rank, scale) != scale for rank, scale in scales.items())
+        changed = any([self._scales.get(rank, scale) != scale for rank, scale in scales.items()])
         self._scales.update(scales)
         return changed
 

@@ -287,7 +287,7 @@ class Recorder:
         since.backward_seconds += ended - started
         since.micro_batches += 1
         state.backwards += 1
-        if state.backwards == _LONELY_BACKWARDS and not any(watch.step for watch in state.watches):
+        if state.backwards == _LONELY_BACKWARDS and not any([watch.step for watch in state.watches]):
             self._bus.emit(events.NeverStepped())
         location: str | None = None
         for wrapper in state.wrappers:
@@ -459,7 +459,7 @@ class Recorder:
         number = max(w.step for w in state.watches)
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), number)
         state.synced = state.syncs
-        state.checking = any(self._due(w.index, w.step) for w in state.watches)
+        state.checking = any([self._due(w.index, w.step) for w in state.watches])
 
     def _numbers(self) -> dict[str, Any]:
         since = self._state.since
@@ -483,7 +483,7 @@ class Recorder:
             watches = self._state.watches
             self._fused = OptimizerWatch(None, len({w.index for w in watches}), self._entries)
             watches.append(self._fused)
-        if all(ref() is not optimizer for ref in self._fused.members):
+        if all([ref() is not optimizer for ref in self._fused.members]):
             self._fused.members.append(weakref.ref(optimizer))
         self._fused_stepped = True
 
@@ -508,12 +508,12 @@ class Recorder:
     def _open_by_hand(self, _: events.BackwardEnded) -> None:
         """Open the record of an update that the script may make now; an earlier one was not followed by any."""
         state, built = self._state, self._entries.built
-        if state.in_backward or built.optimizers or any(watch is not self._hand for watch in state.watches):
+        if state.in_backward or built.optimizers or any([watch is not self._hand for watch in state.watches]):
             self._hand_open = None
             return
         if self._modules_seen != built.modules_seen:
             self._modules_seen = built.modules_seen
-            models = [m for m in built.outermost() if any(p.grad is not None for p in internals.parameters(m))]
+            models = [m for m in built.outermost() if any([p.grad is not None for p in internals.parameters(m)])]
             if not models:
                 return
             if self._hand is None:
