@@ -149,6 +149,9 @@ class Detector:
         """Word a finding about a step anew, of which a detail has come again; it must remember nothing."""
         return None
 
+    def meet(self) -> None:
+        """Learn that the ranks have met again, in another process group: none has ended."""
+
     def finish(self) -> Iterator[Finding]:
         """Findings that only the end of the run shows; called once."""
         yield from ()

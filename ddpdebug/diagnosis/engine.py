@@ -189,6 +189,14 @@ class Diagnosis:
                     if (finding := self._run(rule, None, rule.learned, step)) is not None:
                         self._incidents.learn(finding)
 
+    def meet(self) -> None:
+        """Begin anew with what the ranks announce: all are there, and each may have said something to itself alone."""
+        for topic, spoken in self._spoken.items():
+            self._spoken[topic] = dict.fromkeys(range(self.world), max(spoken.values()))
+        self._rounds.clear()
+        for rule in list(self._rules):
+            self._run(rule, None, rule.meet)
+
     def tell(self, topic: str, rank: int, value: Announcement | None) -> None:
         """Hand over one rank's announcement; with which others it is judged says the topic's scope.
 

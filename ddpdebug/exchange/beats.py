@@ -89,6 +89,10 @@ class Beats:
         pending = self._pending
         return 0.0 if pending is None else time.monotonic() - pending
 
+    def let_go(self) -> None:
+        """Drop the connection until there is something to keep again."""
+        self._until, self._store = 0.0, None
+
     def close(self) -> None:
         """End the thread where it does not wait for the store, and drop the connection."""
         self._until, self.is_over, thread = 0.0, True, self._thread

@@ -14,6 +14,7 @@ Before the first tick the ranks meet (`connect`); how they find each other is to
 from __future__ import annotations
 
 import json
+import math
 import queue
 import struct
 import threading
@@ -54,7 +55,7 @@ _LEAVING, _LEFT, _BUSY = 1, 2, 4
 
 #: `Exchange.state`. The ranks look for each other; are compared; can no longer be (`reason` says why); have all left.
 MEETING, COMPARING, LOST, ENDED = "meeting", "comparing", "lost", "ended"
-#: There is one rank: nothing to compare.
+#: There is one rank, or the job has no process group now: nothing to compare.
 ALONE = "alone"
 
 T = TypeVar("T")
@@ -139,17 +140,17 @@ class Exchange:
         self._on_trouble, self._is_users, self._told = on_trouble, is_users, set[str]()
         self._rows: deque[bytes | Callable[[], bytes]] = deque()
         self._outbox = bytearray()
-        self._inboxes = [bytearray() for _ in range(world)]
-        self._members = tuple(range(world))
-        self._fastest = 0  # of the previous tick
-        self._generation = 0
         self._group: Group | None = None
+        self._become(tuple(range(world)), 0)
         # a `with` over the lock itself is C: no signal handler's exception can come between taking it and letting it go
         self._wake_lock = threading.RLock()
         # likewise in C: a `Condition` takes a RecursionError that a handler raises for an error of its own
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._started = time.monotonic()
         self._closing: float | None = None
+        self.parting = False  # it leaves the others and goes on alone; else it ends
+        self._parted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._rejoins, self._rows_alone = False, 0  # rows of steps that were taken without the others
         self._asked: float | None = None  # since when the thread waits for the others
         self._busy = False
         self._everyone_waits = False  # of many ranks one has unfinished business, which needs the others' ticks
@@ -256,6 +257,7 @@ class Exchange:
         if self._over:
             timeout = 0.0  # the thread is gone, or waits for somebody who does not come
         with self._wake_lock:
+            self.parting = False
             if self._closing is None:
                 self._closing = time.monotonic()
             self._wake.put(None)
@@ -265,6 +267,37 @@ class Exchange:
         if self._thread.is_alive():
             self._thread.join(_DROP_SECONDS if self._drop_group() else 0.3)
         return not self._thread.is_alive() or self._lose(self.unmet(), unmet=True)
+
+    def part(self, *, patient: bool = True) -> None:
+        """Deliver what is queued, leave the others as `close` does, and go on alone until `rejoin`.
+
+        They are waited for as long as there. A rank that is silent then is left as soon as it answers.
+
+        Args:
+            patient: else only a meeting is given up, at once.
+        """
+        with self._wake_lock:
+            known = self._thread is None or self._over or self._closing is not None or self.state == ALONE
+            if known or not (patient or self.state == MEETING):
+                return
+            self._closing, self.parting = time.monotonic() if patient else -math.inf, True
+            self._wake.put(None)
+        until = self._closing + LEAVE_SECONDS + 1.0
+        while self.parting and not self._over and time.monotonic() < until and not self._unanswered():
+            with suppress(queue.Empty):
+                self._parted.get(timeout=0.1)
+
+    def rejoin(self) -> bool:
+        """Meet the others again, where `part` has left them; return whether that is so."""
+        with self._wake_lock:
+            self._rejoins, self._rows_alone = self.parting or self.apart, len(self._rows) if self.apart else 0
+            self._wake.put(None)
+            return self._rejoins
+
+    @property
+    def apart(self) -> bool:
+        """Tell whether this rank goes on alone."""
+        return self.world > 1 and self.state == ALONE
 
     def _unanswered(self) -> bool:
         asked, closing = self._asked, self._closing
@@ -276,13 +309,11 @@ class Exchange:
 
     def _run(self) -> None:
         try:
-            self._group = self._connect(self._generation, self._members)
-            with self._wake_lock:
-                if self.state == MEETING:
-                    self.state = COMPARING
-            self.missing = ()
-            while not self._over and self._tick():
+            self._meet()
+            while not self._over and (self._tick() or self._go_on_alone()):
                 self._idle()
+                if self._is_to_meet():
+                    self._meet()
             with self._wake_lock:
                 if self.state == COMPARING:
                     self.state = ENDED
@@ -299,6 +330,51 @@ class Exchange:
             if self._over:
                 self._drop_group()
             self._group = None  # who left in order says goodbye in order: the others may still read what was sent
+
+    def _meet(self) -> None:
+        self._become(tuple(range(self.world)), 0)
+        try:
+            self._group = self._connect(self._generation, self._members)
+        except Exception:
+            if self._go_on_alone():  # the process group ends, in whose store they would have met
+                return
+            raise
+        with self._wake_lock:
+            if self.state == MEETING:
+                self.state = COMPARING
+        self.missing = ()
+
+    def _become(self, members: tuple[int, ...], generation: int) -> None:
+        """Begin anew with a group; what it knows by then is the same on all of its members."""
+        self._members, self._generation = members, generation
+        self._capacity, self._fastest = BATCH_ROWS, 0  # that one of the previous tick
+        self._inboxes = [bytearray() for _ in range(self.world)]
+
+    def _go_on_alone(self) -> bool:
+        """Drop the group that all have left; return False where this rank is to end."""
+        with self._wake_lock:
+            if not self.parting:
+                return False
+            self.state = ALONE
+        self._group, self.missing = None, ()
+        self._become((self.rank,), self._generation + 1)
+        self._group = self._connect(self._generation, self._members)
+        with self._wake_lock:
+            if self.parting:  # it may have been asked to end meanwhile
+                self.parting, self._closing = False, None
+        self._parted.put(None)
+        return True
+
+    @property
+    def _holds_back(self) -> bool:
+        return self._rejoins and self.apart
+
+    def _is_to_meet(self) -> bool:
+        with self._wake_lock:
+            if not self._holds_back or self._rows_alone or self._inboxes[self.rank]:
+                return False  # others must not get the end of a message of which they have not got the beginning
+            self._rejoins, self.state, self._started = False, MEETING, time.monotonic()
+        return True
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
         """End the comparison, from any thread; the first reason counts, and the others hear it unless `silent`."""
@@ -379,8 +455,6 @@ class Exchange:
         self._asked = None
         return answer
 
-    _capacity = BATCH_ROWS
-
     def _tick(self) -> bool:
         own = self._message()
         gathered = self._gather(own)
@@ -433,16 +507,24 @@ class Exchange:
 
     def _message(self) -> bytes:
         with self._wake_lock:
-            taken = [self._rows.popleft() for _ in range(min(self._capacity, len(self._rows)))]
+            taken = self._take_rows()
             waiting, payload = len(self._rows), min(len(self._outbox), _CHUNK)
+            if self._holds_back and not self._inboxes[self.rank]:
+                payload = 0
             flags = _BUSY if self._busy else 0
-            if self._closing is not None:
+            if self._closing is not None and not self._holds_back:
                 flags |= _LEAVING
                 if self.impatient and not waiting:
                     flags |= _LEFT
         rows = [data for row in taken if (data := self._encoded(row)) is not None]
         head = _HEADER.pack(LAYOUT_VERSION, flags, self.progress, len(rows), waiting, payload)
         return (head + b"".join(rows)).ljust(_HEADER.size + self._capacity * ROW_BYTES, b"\0")
+
+    def _take_rows(self) -> list[bytes | Callable[[], bytes]]:
+        """Return the rows of this tick; those of steps since `rejoin` are for all."""
+        size = min(self._capacity, self._rows_alone if self._holds_back else len(self._rows))
+        self._rows_alone = max(0, self._rows_alone - size)
+        return [self._rows.popleft() for _ in range(size)]
 
     def _encoded(self, row: bytes | Callable[[], bytes]) -> bytes | None:
         try:

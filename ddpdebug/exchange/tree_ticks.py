@@ -40,7 +40,10 @@ class TreeExchange(Exchange):
         self._said: deque[tuple[bool, bytes]] = deque()  # (report, message), compressed
         self._said_bytes = 0
         self._chunk = max(1, min(_CHUNK, _CHUNK_OF_ALL // world))
-        self._everyone = (1 << world) - 1  # that take part
+
+    def _become(self, members: tuple[int, ...], generation: int) -> None:
+        super()._become(members, generation)
+        self._everyone = sum(1 << rank for rank in members)  # that take part
 
     def _put(self, data: bytes, *, report: bool) -> bool:
         if self._said_bytes + len(data) >= MAX_OUTBOX:
@@ -86,16 +89,16 @@ class TreeExchange(Exchange):
     def _own(self) -> Partial:
         me = 1 << self.rank
         with self._wake_lock:
-            taken = [self._rows.popleft() for _ in range(min(self._capacity, len(self._rows)))]
+            taken = self._take_rows()
             own = Partial(progress=self.progress, least=self.progress, most=self.progress, waiting=len(self._rows))
             size = 0
-            while self._said and self._may_say(size, len(self._said[0][1])):
+            while self._said and not self._holds_back and self._may_say(size, len(self._said[0][1])):
                 report, data = self._said.popleft()
                 size += len(data)
                 (own.reports if report else own.messages).append((me, data))
             self._said_bytes -= size
             own.busy, own.more = me * self._busy, me * bool(self._said)
-            if self._closing is not None:
+            if self._closing is not None and not self._holds_back:
                 own.leaving, own.least, own.most = me, -1, -1
                 if self.impatient and not own.waiting:
                     own.left = me

@@ -373,7 +373,7 @@ class Patches:
 
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         given = *args, *kwargs.values()
-        self._bus.emit(events.SchedulerStepped(scheduler, absolute=any(one is not None for one in given)))
+        self._bus.emit(events.SchedulerStepped(scheduler, absolute=any([one is not None for one in given])))
 
     def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
         self._bus.emit(events.SubsetMade(subset, user_location()))
@@ -409,8 +409,8 @@ class Patches:
     def _averages(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Averaged())
 
-    def _group_ends(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.GroupEnds())
+    def _group_ends(self, group: Any = None) -> None:
+        self._bus.emit(events.GroupEnds(last=group is None or group is dist.group.WORLD))
 
 
 def _emits(kind: type[Event], emit: Callable[..., None]) -> Look:

@@ -39,7 +39,7 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
 
 def of_class(kind: type, name: str) -> Any:
     """Return what a class has under a name, as it stands there; None where it has not."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return next(iter([vars(base)[name] for base in kind.__mro__ if name in vars(base)]), None)
 
 
 def is_sized(value: Any) -> bool:

@@ -82,15 +82,15 @@ def _was_called_by_python(frame: FrameType, interrupted: FrameType) -> bool:
     values = list(local_values(frame).values())
     # a handler that has put another in its place, a trace function that has raised and is none any more
     calls = [values, *(value for value in values if type(value) is tuple and len(value) in {2, 3})]
-    return any(_is_such_call(call, frame, interrupted) for call in calls)
+    return any([_is_such_call(call, frame, interrupted) for call in calls])
 
 
 def _is_such_call(values: Sequence[Any], frame: FrameType, interrupted: FrameType) -> bool:
     frames = [value for value in values if type(value) is FrameType and value is not frame]
-    if any(type(value) is int and value in signal.valid_signals() for value in values):
-        return any(value is interrupted for value in frames)
-    traces = any(type(value) is str and value in _EVENTS for value in values)
-    return traces and any(value is interrupted or value.f_back is interrupted for value in frames)
+    if any([type(value) is int and value in signal.valid_signals() for value in values]):
+        return any([value is interrupted for value in frames])
+    traces = any([type(value) is str and value in _EVENTS for value in values])
+    return traces and any([value is interrupted or value.f_back is interrupted for value in frames])
 
 
 def _handlers() -> set[CodeType]:

@@ -91,6 +91,10 @@ class Covering:
         """Note that there are sinks to write to."""
         self._sinks_open = True
 
+    def let_store_go(self) -> None:
+        """Drop the job's store, which goes with its process group."""
+        self._store = None
+
     def meeting(self) -> None:
         """Note that this rank looks for the others; called in the exchange's thread."""
         if self._rank == 0 and self._store is not None:

@@ -82,7 +82,7 @@ class Answering:
         try:
             return look(kind, record, self._sources)
         except RuntimeError as error:
-            if any(text in str(error) for text in _CHANGED):
+            if any([text in str(error) for text in _CHANGED]):
                 return _LATER
             raise
 

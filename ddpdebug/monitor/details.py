@@ -66,7 +66,7 @@ def is_known(kind: str, record: StepRecord, sources: Sources) -> bool:
         return judgement is None or judgement.replaying is None or not judgement.replaying.awaited
     if kind != "contract" or record.contract.bypass is None:
         return True
-    return any(w.call_site is not None and w.call_site.location is not None for w in sources.state.wrappers)
+    return any([w.call_site is not None and w.call_site.location is not None for w in sources.state.wrappers])
 
 
 def _hex(table: Mapping[str, int]) -> dict[str, str]:
@@ -135,14 +135,14 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
             unreduced[name] = reason
     wrappers, calls = tuple(sources.state.wrappers), record.since.parts[StepCalls]
     bypass = record.contract.bypass
-    site = next((w.call_site.location for w in wrappers if w.call_site and w.call_site.location), None)
+    site = next(iter([w.call_site.location for w in wrappers if w.call_site and w.call_site.location]), None)
     return replace(
         record.contract,
         bypass=Bypass(location=site) if bypass is not None and site else bypass,
         unreduced=unreduced,
         gathered=tuple(calls.gathered),
         clips=tuple(calls.clips),
-        find_unused=any(ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None),
+        find_unused=any([ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None]),
     )
 
 

@@ -425,8 +425,8 @@ class ManyRanks:
         if tick.members is not self._members:
             judged, judges = self._members[:1], tick.members[:1]
             self._members, self._everyone = tick.members, sum(1 << rank for rank in tick.members)
-            self.judges = self.judges or (self.rank,) == judges
-            if judged and judged != judges:
+            self.judges = (self.rank,) == judges
+            if judged and judged[0] not in tick.members:
                 self._calls.tell_again()
         for key, part in tick.parts.items():
             fault = fault_of_part(key, part, self.world, tick.progress)

@@ -58,7 +58,7 @@ from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
-from ddpdebug.probes.training_events import NeverStepped, OptimizerEnded, StepClosed, StepPassed
+from ddpdebug.probes.training_events import GroupEnds, NeverStepped, OptimizerEnded, StepClosed, StepPassed
 from ddpdebug.processes import stacks
 from ddpdebug.processes.linger import Keeper
 from ddpdebug.processes.pusher import Pusher
@@ -122,10 +122,9 @@ _MESSAGES = frozenset(
         *MESSAGES,
     )
 )
-#: How long the thread waits to see whether a store that failed went with its process group.
-_GRACE_SECONDS = 2.0
 #: How long the end waits for what a replay finds.
 _REPLAY_SECONDS = 5.0
+_ENDED = "the process group has ended before all ranks had come"
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -151,6 +150,7 @@ class Monitor:
     _leaving = False
     _many: ManyRanks | None = None  # of more ranks than talk without a tree
     _group: object | None = None  # the process group of the job whose store we have
+    _beats: Beats | None = None
 
     def __init__(
         self,
@@ -229,6 +229,7 @@ class Monitor:
         bus.on("forensics:elements", StepClosed, lambda event: self.elements.capture(event.watch, event.record.step))
         bus.on("forensics:elements", OptimizerEnded, lambda event: self.elements.last_look(event.watch))
         bus.on("forensics:agreement", StepClosed, self._agree)
+        bus.on("exchange:part", GroupEnds, self._part)
         self.memory = MemoryForensics(
             bus,
             state,
@@ -248,8 +249,9 @@ class Monitor:
         self._counts = CoverageProbe(bus, self.probes.entries, state.wrappers, self._on_child, starting)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
-        self._promised, self._ended = 0, set[int]()  # last states handed over; ranks, this and the next of the thread
-        self._awaited: dict[int, int] = {}  # rank -> last states of it that are still to come, once it has ended
+        # last states that this rank has handed over; of the background thread: who has ended, and rank -> last states of
+        # it that are still to come then
+        self._promised, self._ended, self._awaited = 0, set[int](), dict[int, int]()
         self._answering = Answering(state, self.memory.holder_search, self._records, self._last, self._say, self._back)
         self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
 
@@ -354,8 +356,11 @@ class Monitor:
         self._closed = True
 
     def _let_store_go(self) -> None:
-        """Drop a store in a file, which goes with its last connection: the interpreter ends before it drops ours."""
-        self._store = self._roll = None
+        """Drop the job's store: one in a file goes with its last connection, before which the interpreter may end."""
+        self._store = self._roll = self._group = None
+        self.covering.let_store_go()
+        if self._beats is not None:
+            self._beats.let_go()
 
     def _is_whole(self, reason: str) -> bool:
         """Tell whether what has ended is a script, or an epoch."""
@@ -403,15 +408,20 @@ class Monitor:
                 self.guard.run("close:lost-rank", self._progress_watch.thrown_out, reason)
         elif self._progress_watch is not None:
             self.guard.run("close:progress", self._progress_watch.finish)
-        self.covering.tell()
-        steps = {str(optimizer): count for optimizer, count in self._steps.items()}
-        entered = self._progress_watch and self.guard.run("close:progress", self._progress_watch.entered)
-        self._announce(End(steps=steps, reason=reason, last_states=self._promised, entered=entered or {}))
+        self._tell_end(reason)
         over = self._exchange is None or self._exchange.close()
         if over and self._progress_watch is not None:
             self.guard.run("close:progress", self._progress_watch.close, reason)
         if over:
             self._judge_rest()
+
+    def _tell_end(self, reason: str) -> None:
+        """Say the last things before this rank leaves the others."""
+        self.covering.tell()
+        steps = {str(optimizer): count for optimizer, count in self._steps.items()}
+        entered = self._progress_watch and self.guard.run("close:progress", self._progress_watch.entered)
+        self._announce(End(steps=steps, reason=reason, last_states=self._promised, entered=entered or {}))
+        self._promised = 0
 
     def __enter__(self) -> Self:
         return self
@@ -463,8 +473,34 @@ class Monitor:
         self.guard.run("close:hooks", self.probes.release)
 
     def _on_group(self) -> None:
-        if self._exchange is None and dist.is_available() and dist.is_initialized():
-            self.guard.run("exchange", self._begin)
+        if dist.is_available() and dist.is_initialized():
+            self.guard.run("exchange", self._begin if self._exchange is None else self._rejoin)
+
+    def _part(self, event: GroupEnds) -> None:
+        """Leave the other ranks with the job's last process group: one of ours must not outlive it.
+
+        Not where an exception is on its way: the others are to hear why this rank ends.
+        """
+        exchange = self._exchange
+        if exchange is None or self.world == 1 or self._closed or not event.last:
+            return
+        patient, began = sys.exc_info()[1] is None, time.perf_counter()
+        if patient:
+            for watch in self.probes.state.watches:
+                self.guard.run("forensics:elements", self.elements.last_look, watch)
+            self.guard.run("forensics:agreement", self.agreement.run, self.probes.state.wrappers, -1, last=True)
+            self._tell_end("finished")
+        exchange.part(patient=patient)
+        if exchange.apart:
+            self.numeric_guard.meet((self.rank,))
+        self.guard.forgive(time.perf_counter() - began)
+
+    def _rejoin(self) -> None:
+        """Meet the other ranks in the next process group."""
+        assert self._exchange is not None
+        if self._exchange.rejoin():
+            self._promised = 0
+            self.numeric_guard.meet(range(self.world))
 
     def _begin(self, *, alone: bool = False) -> None:
         """Learn who we are and start the exchange."""
@@ -536,6 +572,7 @@ class Monitor:
                 say=lambda hang: self._say("leave", hang=hang),
                 leave=self._leave_by_hang,
             )
+        self._beats = Beats(internals.private_store, self._beats_prefix, self.rank)
         watcher = Watcher(
             self.rank,
             internals.Collectives(),
@@ -557,7 +594,7 @@ class Monitor:
             stand_in=self._stand_in,
             tell=self._write,
             off=self._back.tell,
-            beats=Beats(internals.private_store, self._beats_prefix, self.rank),
+            beats=self._beats,
             hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             stop=self._hang_stop,
         )
@@ -570,33 +607,25 @@ class Monitor:
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
     def _connect(self, generation: int, members: tuple[int, ...]) -> Group | Tree:
-        """Return the side group; where the job's process group is replaced meanwhile, meet again in the new one.
+        """Return the side group.
 
         Raises:
             ConnectionError: the ranks cannot be compared, and why.
         """
         keep_unrecorded()  # an execution trace of the script's lists what all threads do
-        if len(members) == 1 and self._many is None:
-            return Alone()
-        while True:
-            # not the group of now: it may have been replaced since the store was had, which is then nobody else's
-            group = self._group or internals.default_group_id()
-            try:
-                size, position = len(members), members.index(self.rank)
-                if generation == 0 or self._roll is None:
-                    prefix = self._meet(group)
-                else:
-                    prefix = self._roll.meet_again(generation, size)
-                place = self._store, f"{prefix}/{generation}"
-                watch = self._progress_watch
-                with nullcontext() if watch is None else watch.connecting():
-                    if self._many is not None:
-                        return self._tree(*place, members)
-                    listening = self._on_silence, self._address()
-                    return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, *listening)
-            except Exception:
-                if generation > 0 or not self._group_replaced(group):
-                    raise
+        if len(members) == 1:
+            self._let_store_go()  # its connection must not outlive the job's process group
+            return Alone() if self._many is None else Tree(members, self.rank, self._connect_none, Alone())
+        size, position = len(members), members.index(self.rank)
+        known = self._roll if generation else None
+        prefix = self._meet() if known is None else known.meet_again(generation, size)
+        place = self._store, f"{prefix}/{generation}"
+        watch = self._progress_watch
+        with nullcontext() if watch is None else watch.connecting():
+            if self._many is not None:
+                return self._tree(*place, members)
+            listening = self._on_silence, self._address()
+            return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, *listening)
 
     def _address(self) -> str:
         """Return where this rank listens for those on other hosts."""
@@ -605,6 +634,10 @@ class Monitor:
 
     def _way_to_store(self) -> str:
         return address_towards(internals.store_host(self._store))
+
+    @staticmethod
+    def _connect_none(circle: Circle) -> internals.GlooGroup:
+        raise AssertionError(circle)  # a rank alone is in none
 
     def _tree(self, store: Any, prefix: str, members: tuple[int, ...]) -> Tree:
         address = self._address()
@@ -618,13 +651,17 @@ class Monitor:
         neighbours = int(given) if given.isdecimal() else 0
         return Tree(members, self.rank, connect, internals.Words(store, prefix), neighbours)
 
-    def _meet(self, group: object | None) -> str:
+    def _meet(self) -> str:
+        if self._store is None and not self._take_store(internals.default_group_id()):
+            raise ConnectionError(_ENDED)
         self.covering.meeting()
         waiting = Waiting()
-        give_up = partial(self._why_not_wait, group, waiting)
+        give_up = partial(self._why_not_wait, self._group, waiting)
         roll = RollCall(self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting)
         prefix = roll.meet()
-        self._roll = roll
+        self._roll, self._ended, self._awaited = roll, set(), {}
+        with self._judging:
+            self._diagnosis.meet()
         own = roll.settings
         self.schedule.follow(budget=own["~budget"], every_step=own["~every_step"])
         if self._many is not None and not self.schedule.every_step:
@@ -669,25 +706,13 @@ class Monitor:
         if exchange.lost or exchange.impatient:
             return exchange.unmet()
         if group is not None and internals.default_group_id() != group:
-            return "the process group has ended before all ranks had come"
+            return _ENDED
         return None
 
-    def _group_replaced(self, group: object | None) -> bool:
-        """Wait for the next process group where this one has ended, or is about to; take its store."""
-        exchange = self._exchange
-        assert exchange is not None
-        until = time.monotonic() + _GRACE_SECONDS
-        while group is not None and not exchange.lost and not exchange.impatient:
-            now = internals.default_group_id()
-            if now == group and time.monotonic() > until:
-                return False
-            if now is not None and now != group and self._take_store(now):
-                return True
-            time.sleep(0.05)
-        return False
-
-    def _take_store(self, group: object) -> bool:
+    def _take_store(self, group: object | None) -> bool:
         """Take the store of a process group; return whether it is still the job's, which may end it at any moment."""
+        if group is None:
+            return False
         try:
             place, store = (dist.get_rank(), dist.get_world_size()), internals.private_store()
         except Exception:
@@ -719,6 +744,15 @@ class Monitor:
             self._has_sinks = True
         for trouble in waiting:
             self._write(trouble)
+
+    @property
+    def _is_apart(self) -> bool:
+        return self._exchange is not None and self._exchange.apart
+
+    @property
+    def _is_waited_for(self) -> bool:
+        """Tell whether the training thread waits until this rank has left the others."""
+        return self._closed or (self._exchange is not None and self._exchange.parting)
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
@@ -872,14 +906,15 @@ class Monitor:
         self._keep_voting()
         self._tell_met(Met(members=tick.members, apart=tick.apart))
         self._members = len(tick.members)
-        self.numeric_guard.meet(tick.members)
+        if not self._is_apart:
+            self.numeric_guard.meet(tick.members)
         if self._many is None:
             self._take_rows(tick)
         else:
             self._take_parts(self._many, tick)
         if self._many is None or self._many.judges:
             run("diagnosis", self._conclude)
-        self._answering.work(patient=not self._closed)
+        self._answering.work(patient=not self._is_waited_for)
         run("forensics:elements", self.elements.tick)
         busy = self._diagnosis.busy and "diagnosis" not in self._back.off
         busy = busy or (self._many is not None and self._many.busy)
@@ -906,7 +941,7 @@ class Monitor:
         run("exchange:steps", many.work, last_states=self._has_all_last_states(tick.members))
 
     def _has_all_last_states(self, members: Sequence[int]) -> bool:
-        return all(rank in self._ended and self._awaited.get(rank) == 0 for rank in members)
+        return all([rank in self._ended and self._awaited.get(rank) == 0 for rank in members])
 
     def _tell_met(self, met: Met) -> None:
         """Write down who takes part and how far they are apart: when it changes, and every few seconds."""
@@ -949,7 +984,8 @@ class Monitor:
 
     def _learn(self, step: Step) -> None:
         run = self._back.run
-        run("schedule", self.schedule.learn, step, self._progress)
+        if not self._is_apart:  # all ranks must come to the same
+            run("schedule", self.schedule.learn, step, self._progress)
         run("coverage", self.covering.judged, step)
         run("forensics:holders", self.memory.holder_search.learn, step)
 
@@ -1105,7 +1141,7 @@ class Monitor:
         """Leave as others have because of a hang, whose end has thrown the script out of its collective."""
         if self._hang_stop is None or self._home is None or not is_victims(reason):
             return
-        gone = any(is_by_hang(outcome["reason"]) for outcome in read_outcomes(self._home).values())
+        gone = any([is_by_hang(outcome["reason"]) for outcome in read_outcomes(self._home).values()])
         finding = self._hang_stop.standing() if gone else None
         if finding is not None:
             self._leave_by_hang(finding, 0.0)
@@ -1138,7 +1174,7 @@ class Monitor:
         for finding in self.reporter.report(raised):
             run("forensics:elements", self._search_element, finding, progress)
             run("step-vote", self.numeric_guard.found, finding)
-            if finding.severity >= Severity.WARNING and not self._closed:
+            if finding.severity >= Severity.WARNING and not (self._closed or self._is_apart):
                 run("schedule", self.schedule.bring_forward, progress)  # what else is wrong by now
             # because of a hang `--on-hang` ends a job, where it stands: this one may be over as the others hear of it
             if self.config.on_finding == "raise" and finding.severity >= Severity.ERROR and not is_hang(finding):
@@ -1182,15 +1218,17 @@ class Monitor:
         if names:
             optimizer, name = names[0]
             self.elements.begin(key_of(finding), optimizer, name, progress + self.schedule.ahead(_LOOK_SECONDS))
-            if self._closed:  # no step comes; the training thread waits in `close`, the parameters are still there
-                watch = next((w for w in reversed(self.probes.state.watches) if w.index == optimizer and w.names), None)
+            if self._is_waited_for:  # no step comes, and the parameters are still there
+                watch = next(
+                    iter([w for w in reversed(self.probes.state.watches) if w.index == optimizer and w.names]), None
+                )
                 self.elements.last_look(watch) if watch is not None else self.elements.miss(key_of(finding))
 
     def _locate(self, key: str, evidence: dict[str, Any]) -> None:
         """Add the differing element to the finding it belongs to."""
         flat, name = int(evidence.pop("flat_index")), str(evidence["element_of"])
         rows = (row for watch in tuple(self.probes.state.watches) for row in watch.table)
-        shape = next((tuple(row[1].shape) for row in rows if row[0] == name), None)
+        shape = next(iter([tuple(row[1].shape) for row in rows if row[0] == name]), None)
         index = {} if shape is None else {"index": unravel(flat, shape)}  # the parameter may be gone by now
         self.reporter.add(key, {**index, **evidence})
 

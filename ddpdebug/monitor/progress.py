@@ -173,6 +173,7 @@ class ProgressWatch:
         """Make the black box: whoever else is here sees this rank now."""
         with self._alone_in() as held:
             if held:
+                self._ranks.met()
                 self._look()
 
     @contextmanager

@@ -248,7 +248,7 @@ class Signs:
 
     def _scale_changes(self, step: Step) -> bool:
         scales = {rank: row.loss_scale for rank, row in step.rows.items() if math.isfinite(row.loss_scale)}
-        changed = any(self._scales.get(rank, scale) != scale for rank, scale in scales.items())
+        changed = any([self._scales.get(rank, scale) != scale for rank, scale in scales.items()])
         self._scales.update(scales)
         return changed
 

@@ -112,6 +112,10 @@ class SeenRanks:
         elif isinstance(announcement, Place):
             self._nodes[rank] = announcement.node
 
+    def met(self) -> None:
+        """Note that all ranks are there: those that had left have come back."""
+        self.left, self.at_end, self._entered = {}, set(), {}
+
     def note_end(self, rank: int, reason: str) -> None:
         """Note that a rank has ended; a reason takes the place of none."""
         words = reason if reason.startswith("it ") else f"it has ended: {reason}"

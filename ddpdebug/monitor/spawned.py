@@ -196,7 +196,7 @@ class Starts:
     @property
     def has_run(self) -> bool:
         """Tell whether the run is that of the started processes: some are ranks, or may become ranks yet."""
-        return self.any_ranks or any(_lives(process) for ref in self._started if (process := ref()) is not None)
+        return self.any_ranks or any([_lives(process) for ref in self._started if (process := ref()) is not None])
 
     def close(self) -> None:
         """Take the notes away, once the ranks are known."""

@@ -68,7 +68,7 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
     if parts:
         rest = digests([None if i in parts else tensor for i, tensor in enumerate(tensors)])
         return lambda: [fingerprint.NO_DATA if i in parts else value for i, value in enumerate(rest())]
-    if all(t is None or t.device.type == "cpu" for t in tensors):
+    if all([t is None or t.device.type == "cpu" for t in tensors]):
         values = fingerprint.fingerprints([t for t in tensors if t is not None])
         if len(values) != len(tensors):
             given = iter(values)
@@ -125,7 +125,7 @@ def _read(found: list[int], copies: Sequence[tuple[list[int], torch.Tensor, Call
 
 def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
     """Like `digests`, but large tensors are only sampled; None where that is not cheap (not on the CPU)."""
-    if any(t.device.type != "cpu" for t in tensors):
+    if any([t.device.type != "cpu" for t in tensors]):
         return None
     values = [fingerprint.NO_DATA if _is_part(t) else fingerprint.glance(t) for t in tensors]
     return lambda: values

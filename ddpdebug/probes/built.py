@@ -82,7 +82,7 @@ class Built:
     def roots(self, params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
         """Return the outermost modules that hold some of the parameters."""
         wanted = {id(p) for p in params}
-        return [m for m in self.outermost() if any(id(p) in wanted for p in internals.parameters(m))]
+        return [m for m in self.outermost() if any([id(p) in wanted for p in internals.parameters(m)])]
 
     def names(self, params: Sequence[torch.Tensor]) -> dict[int, str]:
         """Name parameters that no DDP has, as their outermost module does; by their id."""

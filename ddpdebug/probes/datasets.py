@@ -118,7 +118,7 @@ def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
 def _listed(items: Sequence[Any], *, records: bool) -> Held | None:
     """Return what a list holds; `records`: each item may be one."""
     total = len(items)
-    if all(is_a(item, torch.Tensor) for item in items[:_MAX_PARTS]):
+    if all([is_a(item, torch.Tensor) for item in items[:_MAX_PARTS]]):
         return _tensors(items)
     if (limit := _limit(items)) is None:
         return None
@@ -135,12 +135,12 @@ def _listed(items: Sequence[Any], *, records: bool) -> Held | None:
 
 def _tensors(items: Sequence[Any]) -> Held | None:
     """Return what a list of tensors holds: the columns of one table, or one sample each."""
-    if not all(is_a(item, torch.Tensor) for item in items):
+    if not all([is_a(item, torch.Tensor) for item in items]):
         return None
     chosen = items[:_MAX_PARTS] if len(items) <= _MAX_PARTS else items[:: len(items) // _MAX_PARTS][:_MAX_PARTS]
     digest = fingerprint.combine([len(items), *(fingerprint.glance(item) for item in chosen)])
     rows = len(items[0]) if items[0].dim() else 0
-    table = len(items) <= _MAX_COLUMNS and all(item.dim() and len(item) == rows for item in items)
+    table = len(items) <= _MAX_COLUMNS and all([item.dim() and len(item) == rows for item in items])
     content = _content([(str(i), _rows(item)) for i, item in enumerate(items)]) if table else None
     return Held(digest, 1 << 12, content)
 
@@ -161,7 +161,7 @@ def _is_heavy(item: Any, depth: int = 0) -> bool:
     if is_a(item, torch.Tensor) or _is_array(item):
         return True
     parts = _parts(item) or []
-    return depth < _MAX_DEPTH and any(_is_heavy(part, depth + 1) for part in parts[:_MAX_PARTS])
+    return depth < _MAX_DEPTH and any([_is_heavy(part, depth + 1) for part in parts[:_MAX_PARTS]])
 
 
 def _short(text: str) -> str:
@@ -178,21 +178,25 @@ def _columns(items: Sequence[Any]) -> dict[str, Sequence[Any]]:
     first = items[0]
     if type(first) in {tuple, list} and 1 < len(first) <= _MAX_COLUMNS:
         size = len(first)
-        if all(type(item) in {tuple, list} and len(item) == size for item in items):
+        if all([type(item) in {tuple, list} and len(item) == size for item in items]):
             return {str(i): [item[i] for item in items] for i in range(size)}
     if type(first) is dict and 1 < len(first) <= _MAX_COLUMNS:
         keys = list(first)
-        if all(type(key) is str for key in keys) and all(type(i) is dict and i.keys() == first.keys() for i in items):
+        if all([type(key) is str for key in keys]) and all(
+            [type(i) is dict and i.keys() == first.keys() for i in items]
+        ):
             return {key: [item[key] for item in items] for key in sorted(keys)}
     return {"": items}
 
 
 def _hashes(items: Sequence[Any]) -> torch.Tensor | None:
     """Return a hash of each item; what all paths begin with (the folder of this node or rank) does not count."""
-    if all(type(item) is str or type(item) in _PATHS for item in items):
+    if all([type(item) is str or type(item) in _PATHS for item in items]):
         texts = [str(item) for item in items]
         low, high = min(texts), max(texts)
-        same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+        same = next(
+            iter([i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b]), min(len(low), len(high))
+        )
         cut = low.rfind("/", 0, same) + 1
         return _vector(fingerprint.of_text(text[cut:]) for text in texts)
     found = array("Q")

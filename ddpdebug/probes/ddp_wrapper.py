@@ -211,7 +211,7 @@ def structure(module: torch.nn.Module) -> list[list[Any]]:
 def announce_model(module: torch.nn.Module, index: int, group: list[int], announce: Announce) -> None:
     """Announce a module's structure and initial values, before DDP checks and broadcasts them."""
     inner = internals.unwrap_compiled(module)
-    if any(is_lazy(tensor) for tensor in (*internals.parameters(inner), *internals.buffers(inner))):
+    if any([is_lazy(tensor) for tensor in (*internals.parameters(inner), *internals.buffers(inner))]):
         return  # it has no shapes yet, and DDP refuses it
     ignored = internals.ignored_names(inner)
     entries = structure(inner)

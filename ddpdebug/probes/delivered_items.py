@@ -189,7 +189,7 @@ class DeliveredItems:
         columns = [t for t in tensors_in(batch) if t.dim() and len(t) == size and t.is_cpu and internals.is_plain(t)]
         labels = [t for t in columns if t.numel() == size]
         records = [t for t in columns if t.numel() != size]
-        source.whole = source.whole and not any(t.is_floating_point() or t.is_complex() for t in records)
+        source.whole = source.whole and not any([t.is_floating_point() or t.is_complex() for t in records])
         with torch.no_grad():
             for row, index in enumerate(indices):
                 if index in source.followed:

@@ -126,7 +126,7 @@ class DeviceTimes(Part, key="probe:device-times"):
         marks = list(
             {id(mark): mark for span in spans for mark in (span.first, span.second) if mark is not None}.values()
         )
-        if any(span.first is None or span.second is None for span in spans) or not device.wait_for(marks):
+        if any([span.first is None or span.second is None for span in spans]) or not device.wait_for(marks):
             return dict.fromkeys((*_PHASES, _AWAY, _COPY), math.nan)
         found = dict.fromkeys((*_PHASES, _AWAY), 0.0)
         for span in spans:
@@ -251,7 +251,7 @@ class DeviceClock:
         kept = [self._open.pop()] if away else []
         self._enter("forward_seconds")
         self._open += kept
-        if not away and event.ddp.device_ids and any(tensor.device.type == "cpu" for tensor in event.tensors()):
+        if not away and event.ddp.device_ids and any([tensor.device.type == "cpu" for tensor in event.tensors()]):
             self._enter(_COPY)
 
     def _prepared(self, _: events.ForwardPrepared) -> None:
@@ -292,7 +292,7 @@ class DeviceClock:
         last = whole.second
         reduced = [wrapper.index for wrapper in self._state.wrappers if wrapper.armed and wrapper.arrived]
         if reduced:
-            last = self._last if all(number in self._expected for number in reduced) else None
+            last = self._last if all([number in self._expected for number in reduced]) else None
             self._expected |= {number: self._arrivals.get(number, 0) for number in reduced}
         self._spans += [
             _Span("backward_local_seconds", whole.first, last),
@@ -312,7 +312,7 @@ class DeviceClock:
             event.record.parts[DeviceTimes] = DeviceTimes(self._device, self._spans)
             self._cut()
         elif torch.cuda.is_initialized() or self._make is not cuda_device:
-            on = next((place for module in self._state.models() if (place := _place(module))), None)
+            on = next(iter([place for module in self._state.models() if (place := _place(module))]), None)
             if on is not None and (device := self._make(on)) is not None:
                 self._device = device
                 self._begin()
@@ -321,7 +321,7 @@ class DeviceClock:
 
 
 def _place(module: torch.nn.Module) -> torch.device | None:
-    parameter = next(iter(internals.parameters(module)), None)
+    parameter = internals.first_parameter(module)
     return None if parameter is None else parameter.device
 
 

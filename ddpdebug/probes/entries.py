@@ -159,7 +159,7 @@ class Entries:
         """
         door = _Door(self, before, after, failed, who, stop=stop, always_ask=always_ask, passes=passes)
         self.guard.run(f"patch:{name.strip('_')}", self._patch, owner, name, door, why)
-        if not any(placed.where == _path(owner, name) for placed in self.placed):
+        if not any([placed.where == _path(owner, name) for placed in self.placed]):
             self.left_out.append(_path(owner, name))
 
     def _patch(self, owner: Any, name: str, door: _Door, why: str) -> None:
@@ -414,7 +414,7 @@ class Entries:
         callbacks.insert(0, note)  # the script takes its own away from the end
 
         def is_placed() -> bool:
-            return any(one is note for one in callbacks)
+            return any([one is note for one in callbacks])
 
         def undo() -> None:
             callbacks[:] = [one for one in callbacks if one is not note]

@@ -29,7 +29,7 @@ def watch_entry(outputs: Sequence[torch.Tensor], looks: Looks, guard: Guard, loc
     """Look at the gradients of what a checked forward returned; `locate` is called while a bad one arrives."""
     found = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     nodes = {id(node): node for node in found}
-    if len(nodes) > 1 and any(tensor.device.type != "cpu" for tensor in outputs):
+    if len(nodes) > 1 and any([tensor.device.type != "cpu" for tensor in outputs]):
         return  # by the time that anything is known of it there, the graph has gone
     for node in nodes.values():
         others = [other for other in nodes.values() if other is not node]

@@ -137,7 +137,7 @@ class ForwardCaptures:
             self.room.fit(sum(known.nbytes for known in self._models.values()))
         if len(self.current) == MAX_CAPTURES:
             self.dropped += 1
-            oldest = next(capture for capture in self.current if not capture.suspected)
+            oldest = next(iter([capture for capture in self.current if not capture.suspected]))
             self._let_go(oldest)
             self.current.remove(oldest)
         kept: dict[int, Kept] = {}
@@ -173,7 +173,7 @@ class ForwardCaptures:
         self._end(module, tensors_in(output))
 
     def _end(self, module: torch.nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        capture = next((s for s in reversed(self.current) if not s.ended and s.module() is module), None)
+        capture = next(iter([s for s in reversed(self.current) if not s.ended and s.module() is module]), None)
         if capture is None:
             return
         capture.ended, capture.after = True, internals.next_sequence()
@@ -203,7 +203,7 @@ class ForwardCaptures:
     def suspect(self) -> None:
         """Hold the newest forward's inputs until the end of its step: something non-finite has come of them."""
         capture = self.current[-1] if self.current else None
-        if capture is None or capture.suspected or any(known.suspected for known in self.current):
+        if capture is None or capture.suspected or any([known.suspected for known in self.current]):
             return
         capture.suspected = True
         for kept in capture.kept:
@@ -243,12 +243,12 @@ class ForwardCaptures:
 
     def newest(self, module: torch.nn.Module | None) -> ForwardCapture | None:
         """Return the newest kept forward of a module in this step."""
-        return next((s for s in reversed(self.current) if module is not None and s.module() is module), None)
+        return next(iter([s for s in reversed(self.current) if module is not None and s.module() is module]), None)
 
     def likeliest(self, module: torch.nn.Module | None) -> ForwardCapture | None:
         """Return the forward of a module that is suspected, or the newest."""
-        suspects = (s for s in self.current if s.suspected and module is not None and s.module() is module)
-        return next(suspects, self.newest(module))
+        suspects = [s for s in self.current if s.suspected and module is not None and s.module() is module]
+        return suspects[0] if suspects else self.newest(module)
 
     def _hold_inputs(self, capture: ForwardCapture, inputs: list[tuple[torch.Tensor, Kept | None]]) -> None:
         """Hold the memory of a forward's inputs if all of it fits; say of each why it may be gone later."""
@@ -343,7 +343,7 @@ class _Model:
 
     def refresh_sometimes(self, module: torch.nn.Module) -> bool:
         """Walk the tree anew at the first forward, and from time to time, since users change models; tell if so."""
-        if self._uses % _REFRESH and all(ref() is not None for ref in self._modules):
+        if self._uses % _REFRESH and all([ref() is not None for ref in self._modules]):
             self._uses += 1
             return False
         self._uses += 1

@@ -43,7 +43,7 @@ class LiveGraphs:
         """
         known = bool(self._alive.get(self._step))  # a loss lies below the output that was marked
         for _ in range(0 if known else _MAX_HOPS):
-            further = next((above for above, _ in node.next_functions if _is_inner(above)), None)
+            further = next(iter([above for above, _ in node.next_functions if _is_inner(above)]), None)
             if further is None:
                 break
             node = further

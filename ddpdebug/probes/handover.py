@@ -63,5 +63,5 @@ class Plans:
         with self._lock:
             due = [plan for plan in self._waiting if plan[0] == kind and (step is None or plan[1] <= step)]
             if due:
-                self._waiting = [plan for plan in self._waiting if all(plan is not one for one in due)]
+                self._waiting = [plan for plan in self._waiting if all([plan is not one for one in due])]
         return [what for _, _, what in due]

@@ -149,7 +149,7 @@ def _kept(value: Any) -> Any:
         if not known or not internals.is_plain(value) or value.is_conj() or value.is_neg():
             return Lost(what=f"a {name} that is no plain block of memory")
         return KeptTensor(value)
-    if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+    if any([tensor.grad_fn is not None for tensor in tensors_in(value)]):
         return Lost(what=f"a {name} with tensors that carry a graph")
     try:
         return KeptObject(value)

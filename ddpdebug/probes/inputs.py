@@ -40,7 +40,7 @@ def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iter
                 values.append((name, value))
     count = 0
     for name, value in values:
-        for path, tensor in _inside(name, value, 0):
+        for path, tensor in [*_inside(name, value, 0)]:
             yield path, tensor
             count += 1
             if count >= _MAX_TENSORS:
@@ -90,4 +90,4 @@ def bad_later(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> 
 
 
 def _is_mask(name: str) -> bool:
-    return any(word in name.lower() for word in _MASKS)
+    return any([word in name.lower() for word in _MASKS])

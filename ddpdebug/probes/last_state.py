@@ -203,7 +203,7 @@ class LastState:
 def _choose(watch: OptimizerWatch) -> list[int] | None:
     params = watch.params
     devices = {p.device for p in params}
-    plain = all(type(p) in _PLAIN and p.layout is torch.strided for p in params)
+    plain = all([type(p) in _PLAIN and p.layout is torch.strided for p in params])
     if not plain or len(devices) != 1 or not devices.isdisjoint({torch.device("meta")}):
         return None
     wanted = [i for i, p in enumerate(params) if p.numel() and (watch.on_cpu or p.is_contiguous())]
@@ -212,7 +212,7 @@ def _choose(watch: OptimizerWatch) -> list[int] | None:
 
 
 def _spots(tensors: Sequence[torch.Tensor]) -> int | torch.Tensor:
-    if all(t.device.type == "cpu" for t in tensors):
+    if all([t.device.type == "cpu" for t in tensors]):
         return fingerprint.spots(tensors)
     return spots_on_device(tensors)
 

@@ -411,12 +411,12 @@ def _before_softmax(node: Any) -> Iterator[Any]:
 
 
 def _is_sharpened(node: Any) -> bool:
-    return any(below.name() == "DivBackward0" and 0 < (scaled_by(below) or 1) < 1 for below in _before_softmax(node))
+    return any([below.name() == "DivBackward0" and 0 < (scaled_by(below) or 1) < 1 for below in _before_softmax(node)])
 
 
 def _masked(node: Any) -> torch.Tensor | None:
     """Return what masks the scores of a softmax, if that is known."""
-    for below in _before_softmax(node):
+    for below in [*_before_softmax(node)]:
         if below.name() == "MaskedFillBackward0":
             return graph.saved_tensor(below, "mask")
         if below.name() == "WhereBackward0" and (kept := graph.saved_tensor(below, "condition")) is not None:
@@ -427,7 +427,7 @@ def _masked(node: Any) -> torch.Tensor | None:
 def _fits(mask: torch.Tensor, whole: torch.Tensor) -> bool:
     """Tell whether a mask can be laid over a tensor."""
     sizes = zip(reversed(mask.shape), reversed(whole.shape), strict=False)
-    return mask.dtype is torch.bool and mask.dim() <= whole.dim() and all(own in {1, size} for own, size in sizes)
+    return mask.dtype is torch.bool and mask.dim() <= whole.dim() and all([own in {1, size} for own, size in sizes])
 
 
 def _around(*paths: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class Loaders:
     @property
     def repeated(self) -> bool:
         """Tell whether a second epoch has begun over some loader."""
-        return any(known["iterations"] > 1 for known in list(self._known.values()))
+        return any([known["iterations"] > 1 for known in list(self._known.values())])
 
     def begin(self, event: EpochBegan) -> None:
         """Note the start of an epoch."""
@@ -92,7 +91,7 @@ class Loaders:
             held = dict(held_by(loader.dataset))
             used = {other["index"] for other in list(self._known.values())}
             known = {
-                "index": next(number for number in count() if number not in used),  # not that of a living one
+                "index": min({*range(len(used) + 1)} - used),  # not that of a living one
                 "iterations": 0,
                 "attributes": {path: hex_digest(found.digest) for path, found in held.items()},
                 "content": {path: found.content for path, found in held.items() if found.content is not None},

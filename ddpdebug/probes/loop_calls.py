@@ -119,7 +119,7 @@ class StepCalls(Part, key="probe:clip"):
         flags = int(Flag.LOADED) if self.loads else 0
         if not self.clips:
             return {"flags": flags}
-        early = any(clip.before_sync for clip in self.clips)
+        early = any([clip.before_sync for clip in self.clips])
         flags |= int(Flag.CLIPPED) | (int(Flag.CLIPPED_BEFORE_SYNC) if early else 0)
         return {"flags": flags, "clip_norm": self.clips[-1].norm, "clip_max": self.clips[-1].max}
 
@@ -148,7 +148,7 @@ class LoopCalls:
     def clipped(self, event: Clipped) -> None:
         """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
         state, norm = self._state, event.norm
-        local = any(w.pending is not None for w in state.wrappers) or (not state.wrappers and state.world > 1)
+        local = any([w.pending is not None for w in state.wrappers]) or (not state.wrappers and state.world > 1)
         value = float(norm) if norm.device.type == "cpu" else float("nan")
         state.since.parts[StepCalls].clips.append(
             Clip(norm=value, max=event.limit, before_sync=local, location=event.location)
@@ -215,7 +215,7 @@ class LoopCalls:
         """Note which gathers have cut the gradient: those whose own slot was not put back."""
         lists, self._lists = self._lists, []
         for outputs, fact in lists:
-            if any(is_a(o, torch.Tensor) and o.requires_grad for o in outputs):
+            if any([is_a(o, torch.Tensor) and o.requires_grad for o in outputs]):
                 continue  # the usual way to keep the local gradient
             self._state.since.parts[StepCalls].gathered.append(fact)
             if self._gathers < _MAX_GATHERS:

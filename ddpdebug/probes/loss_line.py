@@ -45,12 +45,12 @@ def line_of_loss(tree: ast.AST, line: int) -> int | None:
 def backward_call(tree: ast.AST, line: int) -> ast.Call | None:
     """Return the backward call that spans a line."""
     calls = [n for n in _own(scope_at(tree, line)) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n)]
-    return next((call for call in calls if _is_backward(call)), None)
+    return next(iter([call for call in calls if _is_backward(call)]), None)
 
 
 def is_computed_in(call: ast.Call) -> bool:
     """Tell whether a backward call computes the loss right there."""
-    return any(isinstance(n, ast.Call) and n is not call and not _is_scaling(n) for n in ast.walk(call))
+    return any([isinstance(n, ast.Call) and n is not call and not _is_scaling(n) for n in ast.walk(call)])
 
 
 def assignment(tree: ast.AST, call: ast.Call) -> ast.stmt | None:
@@ -112,5 +112,5 @@ def _is_rescaling(node: ast.Assign | ast.AugAssign | ast.AnnAssign, told: set[st
     else:
         return False
     calls = [call for call in ast.walk(factor) if isinstance(call, ast.Call)]
-    plain = all(isinstance(call.func, ast.Name) and call.func.id in {"len", "float", "int"} for call in calls)
+    plain = all([isinstance(call.func, ast.Name) and call.func.id in {"len", "float", "int"} for call in calls])
     return isinstance(operator, ast.Div | ast.Mult) and plain

@@ -8,7 +8,7 @@ a copy and is no longer equal once the model has stepped is trained beside it, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class ModelCopies:
 
     def model_runs(self) -> bool:
         """Tell whether the model has forwards or backwards of its own for its coming step."""
-        return self._state.syncs != self._state.synced or any(w.forwards for w in self._state.wrappers)
+        return self._state.syncs != self._state.synced or any([w.forwards for w in self._state.wrappers])
 
     def _copies(self, optimizer: torch.optim.Optimizer, before: _Known | None) -> bool:
         if before is not None and before.optimizer() is optimizer and not before.copies:
@@ -67,19 +67,19 @@ class ModelCopies:
             return False
         models = [module for wrapper in self._state.wrappers if (module := wrapper.module()) is not None]
         own = {id(p): p for module in models for p in internals.parameters(module)}
-        if any(id(p) in own or p.device.type != "cpu" for p in params):
+        if any([id(p) in own or p.device.type != "cpu" for p in params]):
             return False
         shapes = {_shape(p) for p in own.values()}
-        if not all(_shape(p) in shapes for p in params) or not self._held_by_another(own):
+        if not all([_shape(p) in shapes for p in params]) or not self._held_by_another(own):
             return False
         contents = {(_shape(p), fingerprint.fingerprint(p)) for p in own.values() if p.device.type == "cpu"}
-        if not any(_varies(p) for p in params):  # zeros and ones are what other models begin with too
+        if _all(lambda p: not _varies(p), params):  # zeros and ones are what other models begin with too
             return False
-        return all((_shape(p), fingerprint.fingerprint(p)) in contents for p in params)
+        return _all(lambda p: (_shape(p), fingerprint.fingerprint(p)) in contents, params)
 
     def _held_by_another(self, own: Mapping[int, torch.Tensor]) -> bool:
         held = (p for o in self._built.optimizers for group in o.param_groups for p in group["params"])
-        return any(id(p) in own for p in held)
+        return any([id(p) in own for p in held])
 
 
 def _shape(p: torch.Tensor) -> tuple[object, ...]:
@@ -88,3 +88,11 @@ def _shape(p: torch.Tensor) -> tuple[object, ...]:
 
 def _varies(p: torch.Tensor) -> bool:
     return len(set(fingerprint.row_fingerprints(p, p.itemsize, _SPOTS))) > 1
+
+
+def _all(holds: Callable[[torch.Tensor], bool], tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether something holds of all tensors; those after the first of which it does not are not read."""
+    for tensor in tensors:  # noqa: SIM110 - what a trace function raises as Python ends a generator is lost
+        if not holds(tensor):
+            return False
+    return True

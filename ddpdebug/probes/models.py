@@ -74,7 +74,9 @@ class Models:
         """Tell whether a context without reduction has been entered and not left: its generator waits in its middle."""
         contexts = (ref() for ref in self._no_syncs.get(id(ddp), ()))
         generators = (getattr(context, "gen", None) for context in contexts)
-        return any(inspect.isgenerator(g) and inspect.getgeneratorstate(g) == inspect.GEN_SUSPENDED for g in generators)
+        return any(
+            [inspect.isgenerator(g) and inspect.getgeneratorstate(g) == inspect.GEN_SUSPENDED for g in generators]
+        )
 
     def _hooked(self, event: HookRegistered) -> None:
         wrapper = self.wrapped(event.ddp)

@@ -91,7 +91,7 @@ class ForwardProbe:
 
             self._remember(path)
             looks = self._looks
-            bad = [(chain if any(m is root for m in chain) else [root, *chain], entry) for chain, entry in self._bad]
+            bad = [(chain if any([m is root for m in chain]) else [root, *chain], entry) for chain, entry in self._bad]
             calls = [ModuleCall(**_place(root, prefix, chain, path) | entry) for chain, entry in bad]
             looks.forward += calls[: _MAX_BAD - len(looks.forward)]
             if self._pending:
@@ -213,7 +213,7 @@ def _place(
     names = [ROOT]
     steps: list[str] = []
     for caller, called in itertools.pairwise(chain[places[-1] :]):
-        inside = next((name for name, module in internals.named_modules(caller) if module is called), None)
+        inside = next(iter([name for name, module in internals.named_modules(caller) if module is called]), None)
         if inside is None:
             return {"module": path(called), "caller": prefix + names[-1]}
         steps.append(inside)
@@ -240,7 +240,7 @@ def _later(
             kinds = ranges.kinds_of(low, high)
             own = inputs.get(place, [])
             finite = [number for number in own if math.isfinite(number)]
-            bad_input = any(math.isnan(n) or n == math.inf for n in own) if own else None
+            bad_input = any([math.isnan(n) or n == math.inf for n in own]) if own else None
             near = None if kinds else ranges.near_limit(getattr(torch, entry["dtype"]), low, high)
             if near is not None:
                 limit = torch.finfo(getattr(torch, entry["dtype"])).max

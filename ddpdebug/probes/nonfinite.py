@@ -257,7 +257,7 @@ class Numerics:
             record.checked = False
         gradients = bool(looks.local or reduced)
         self._learn(looks, healthy=looks.loss is None and not gradients)
-        guilty = bool(looks.loss or looks.local or any(is_bad_call(c) and not c.usual for c in looks.forward))
+        guilty = bool(looks.loss or looks.local or any([is_bad_call(c) and not c.usual for c in looks.forward]))
         before = self._before(watch, record, thoroughly=guilty or gradients)
         if guilty or gradients or before or looks.noteworthy:
             flags, judgement.detail = summary(record, looks)
@@ -280,13 +280,13 @@ class Numerics:
     def _is_scaler_skipping(watch: OptimizerWatch) -> bool:
         """Tell whether an optimizer that is stepped anyway has been told by GradScaler to change nothing (fused)."""
         verdicts = [found for o in watch.optimizers() if (found := internals.found_inf_of(o)) is not None]
-        return any(bool(found) for found in verdicts if found.device.type == "cpu")
+        return any([bool(found) for found in verdicts if found.device.type == "cpu"])
 
     def _wait_for_device(self, watch: OptimizerWatch, record: StepRecord) -> None:
         """Learn now what the guard has to know: the one place that waits for a device, and only if asked to guard."""
         if self._reduced(watch, record):
             record.flags |= Flag.GRADS_NONFINITE
-        if any(not math.isfinite(read()) for read in record.since.parts[Losses].given):
+        if any([not math.isfinite(read()) for read in record.since.parts[Losses].given]):
             record.flags |= Flag.LOSS_NONFINITE
 
     def _reduced(self, watch: OptimizerWatch, record: StepRecord) -> list[int]:
@@ -345,7 +345,7 @@ class Numerics:
         if looks.output_finite is None:
             outputs = [t for memory in looks.outputs if (t := memory.tensor()) is not None]
             spans = [span for t in outputs if (span := ranges.read(t)) is not None]
-            found["output_finite"] = all(math.isfinite(n) for span in spans for n in span) if spans else None
+            found["output_finite"] = all([math.isfinite(n) for span in spans for n in span]) if spans else None
         module = None if looks.module is None else looks.module()
         capture = self._captures.likeliest(module)
         if not looks.inputs and looks.loss is not None and module is not None and capture is not None:

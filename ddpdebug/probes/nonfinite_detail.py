@@ -30,7 +30,7 @@ def summary(record: StepRecord, looks: Looks) -> tuple[Flag, Numerics]:
     near = list(looks.near)
     if record.since.parts[Losses].scale is None:  # a scaler takes scaled gradients to the limit on purpose
         near += _near_gradients(looks, names)
-    flags = Flag.FORWARD_NONFINITE if any(is_bad_call(call) for call in looks.forward) else Flag(0)
+    flags = Flag.FORWARD_NONFINITE if any([is_bad_call(call) for call in looks.forward]) else Flag(0)
     flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
     flags |= Flag.NEAR_OVERFLOW if near else Flag(0)
     detail = Numerics(
@@ -80,7 +80,7 @@ def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
             looks.entry = EntryGradient(finite=all(map(math.isfinite, numbers)), range=span)
         _, local, _, reduced = record.parts[GradientDigests].checksums()
         losses = [read_loss() for read_loss in record.since.parts[Losses].given]
-        bad_loss = next((value for value in losses if not math.isfinite(value)), None)
+        bad_loss = next(iter([value for value in losses if not math.isfinite(value)]), None)
         looks.loss = None if bad_loss is None or looks.loss is None else replace(looks.loss, value=bad_loss)
         flags, detail = summary(record, looks)
         bad_local, bad_reduced = (

@@ -101,7 +101,7 @@ class OptimizerWatch:
 
     def _ended(self) -> None:
         self._on_end(self)
-        plain = all(type(p) in {torch.Tensor, torch.nn.Parameter} and p.device.type == "cpu" for p in self.params)
+        plain = all([type(p) in {torch.Tensor, torch.nn.Parameter} and p.device.type == "cpu" for p in self.params])
         if not plain or sum(_bytes(p) for p in self.params) > _KEPT_BYTES:
             self.forget()
             return
@@ -161,7 +161,7 @@ class OptimizerWatch:
         self.ids = [id(p) for p in self.params]
         self.owned = [owned for _, _, owned, _ in table]
         self.owners = [owner for _, _, _, owner in table]
-        self.on_cpu = all(p.device.type == "cpu" for p in self.params)
+        self.on_cpu = all([p.device.type == "cpu" for p in self.params])
         self.wrappers = list({id(owner): owner for owner in self.owners if owner is not None}.values())
         # a table has each name once, so that it may call a parameter otherwise than its DDP, whose turns they are
         self.slots = {
@@ -181,7 +181,7 @@ class OptimizerWatch:
 
     def sharded(self) -> bool:
         """Tell whether the state is sharded over ranks on purpose."""
-        return any(internals.is_sharded(optimizer) for optimizer in self.optimizers())
+        return any([internals.is_sharded(optimizer) for optimizer in self.optimizers()])
 
     def settings(self) -> GroupSettings:
         """Return the settings as they are now."""
@@ -258,12 +258,12 @@ class HandWatch(OptimizerWatch):
 
     def forget(self) -> None:
         """Let go of the parameters when their models have gone."""
-        if all(ref() is None for ref in self._models):
+        if all([ref() is None for ref in self._models]):
             super().forget()
 
     def contents(self) -> int | None:
         """Return what changes with an update, from a few bytes of each parameter; None where reading would wait."""
-        if not self.params or any(p.device.type != "cpu" or not internals.is_plain(p) for p in self.params):
+        if not self.params or any([p.device.type != "cpu" or not internals.is_plain(p) for p in self.params]):
             return None
         return fingerprint.spots(self.params)
 
@@ -282,7 +282,7 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield key, value.item()
         elif value is None or is_a(value, bool | int | float | str):
             yield key, value
-        elif is_a(value, tuple | list) and all(is_a(v, bool | int | float | str) for v in value):
+        elif is_a(value, tuple | list) and all([is_a(v, bool | int | float | str) for v in value]):
             yield key, list(value)
 
 
@@ -334,10 +334,10 @@ def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]
     An optimizer that is built again on one rank only is then still compared with the others' of that number.
     """
     params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    taken_over = (
-        w.index for w in reversed(watches) if params and w.stepped(params.values()) == w.number() == len(params)
-    )
-    return next(taken_over, len({w.index for w in watches}))
+    for watch in reversed(watches):
+        if params and watch.stepped(params.values()) == watch.number() == len(params):
+            return watch.index
+    return len({watch.index for watch in watches})
 
 
 def first_step(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:

@@ -40,11 +40,11 @@ class PlainModels:
             return []
         self._known = [model for model in self._known if model.module() is not None]
         for module in self._state.models():
-            if all(model.module() is not module for model in self._known):
+            if all([model.module() is not module for model in self._known]):
                 self._known.append(PlainModel(module, self._made))
                 self._made += 1
         return self._known
 
     def index(self, module: torch.nn.Module) -> int | None:
         """Return the number of a model; None where it is not one of them."""
-        return next((model.index for model in self.living() if model.module() is module), None)
+        return next(iter([model.index for model in self.living() if model.module() is module]), None)

@@ -293,7 +293,7 @@ class Recorder:
         since.backward_seconds += ended - started
         since.micro_batches += 1
         state.backwards += 1
-        if state.backwards == _LONELY_BACKWARDS and not any(watch.step for watch in state.watches):
+        if state.backwards == _LONELY_BACKWARDS and not any([watch.step for watch in state.watches]):
             self._bus.emit(events.NeverStepped())
         location: str | None = None
         for wrapper in state.wrappers:
@@ -469,7 +469,7 @@ class Recorder:
         step, since = self.count(watch), state.since
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), state.next_step())
         state.synced = state.syncs
-        state.checking = any(self.due(w.index, w.step) for w in state.watches)
+        state.checking = any([self.due(w.index, w.step) for w in state.watches])
         if not has_row:
             keep_for_next(since, state.since)
             self._passed(watch.index, step)
@@ -490,7 +490,7 @@ class Recorder:
     def may_pass(self) -> bool:
         """Tell whether a step may go unwatched: not where only what happens in between tells that there is one."""
         hidden = self._fused is not None or self._hand is not None or self._veto is not None
-        return not (hidden or self._stepping or any(watch.given_up for watch in self._state.watches))
+        return not (hidden or self._stepping or any([watch.given_up for watch in self._state.watches]))
 
     @staticmethod
     def count(watch: OptimizerWatch) -> int:
@@ -520,7 +520,7 @@ class Recorder:
             watches = self._state.watches
             self._fused = OptimizerWatch(None, len({w.index for w in watches}), self._entries)
             watches.append(self._fused)
-        if all(ref() is not optimizer for ref in self._fused.members):
+        if all([ref() is not optimizer for ref in self._fused.members]):
             self._fused.members.append(weakref.ref(optimizer))
         self._fused_stepped = True
 
@@ -545,12 +545,12 @@ class Recorder:
     def _open_by_hand(self, _: events.BackwardEnded) -> None:
         """Open the record of an update that the script may make now; an earlier one was not followed by any."""
         state, built = self._state, self._entries.built
-        if state.in_backward or built.optimizers or any(watch is not self._hand for watch in state.watches):
+        if state.in_backward or built.optimizers or any([watch is not self._hand for watch in state.watches]):
             self._hand_open = None
             return
         if self._modules_seen != built.modules_seen:
             self._modules_seen = built.modules_seen
-            models = [m for m in built.outermost() if any(p.grad is not None for p in internals.parameters(m))]
+            models = [m for m in built.outermost() if any([p.grad is not None for p in internals.parameters(m)])]
             if not models:
                 return
             if self._hand is None:

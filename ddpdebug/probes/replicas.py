@@ -78,7 +78,7 @@ class Replicas:
             if id(module) in inside or id(module) in known:
                 continue
             params = list(internals.parameters(module))
-            if not params or any(id(p) in taken for p in params) or isinstance(module, DistributedDataParallel):
+            if not params or any([id(p) in taken for p in params]) or isinstance(module, DistributedDataParallel):
                 continue
             name = type(module).__name__
             while name in found or name in self._known:

@@ -84,8 +84,8 @@ class GradientDigests(Part, key="probe:step-gradients"):
             fields[f"local_norm_{slot}"] = math.hypot(*(local_norms[n] for n in members)) if members else 0.0
             # Comparable only when both sides saw the same parameters: one that only other ranks used (a routed expert)
             # was reduced here without a share of this rank, and the other ranks count it.
-            lent = any(norm for n, norm in reduced_norms.items() if slot_of[n] == slot and n not in local_norms)
-            if not lent and all(n in local_sums and n in reduced_sums for n in members):
+            lent = any([norm for n, norm in reduced_norms.items() if slot_of[n] == slot and n not in local_norms])
+            if not lent and all([n in local_sums and n in reduced_sums for n in members]):
                 fields[f"local_sum_{slot}"] = sum(local_sums[n] for n in members)
                 fields[f"reduced_sum_{slot}"] = sum(reduced_sums[n] for n in members)
         judgement, factor = record.parts.get(Judgement), self._factor(record, reduced_norms)
@@ -118,7 +118,7 @@ class GradientDigests(Part, key="probe:step-gradients"):
             cut *= min(1.0, clip.max / clip.norm) if clip.norm > 0 else 1.0
         left = dict(zip((self.names[i] for i in self.touched), self.touched_norms(), strict=True))
         shares = [left.get(name, norm) / norm for name, norm in reduced.items() if math.isfinite(norm) and norm > 0]
-        alike = bool(shares) and all(math.isclose(share, own * cut, rel_tol=_ALIKE) for share in shares)
+        alike = bool(shares) and all([math.isclose(share, own * cut, rel_tol=_ALIKE) for share in shares])
         return 1 / own if alike else 1.0
 
     def let_go(self) -> None:

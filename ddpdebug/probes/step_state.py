@@ -92,15 +92,15 @@ class StepState:
 
     def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
         """Return the watch of a DDP, if there is one."""
-        return next((w for w in self.wrappers if w.ref() is ddp), None)
+        return next(iter([w for w in self.wrappers if w.ref() is ddp]), None)
 
     def watch_of(self, index: int) -> OptimizerWatch:
         """Return the newest watch of the optimizer with this number."""
-        return next(watch for watch in reversed(tuple(self.watches)) if watch.index == index)
+        return next(iter([watch for watch in reversed(tuple(self.watches)) if watch.index == index]))
 
     def is_given_up(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether several threads step the parameters of an optimizer."""
-        return any(watch.given_up and optimizer in watch.optimizers() for watch in tuple(self.watches))
+        return any([watch.given_up and optimizer in watch.optimizers() for watch in tuple(self.watches)])
 
     def follow(self, module: torch.nn.Module) -> None:
         """Take a model that trains without a DDP."""
@@ -109,7 +109,7 @@ class StepState:
 
     def follows(self, module: torch.nn.Module) -> bool:
         """Tell whether a module is a model that trains without a DDP."""
-        return any(ref() is module for ref in self._unwrapped)
+        return any([ref() is module for ref in self._unwrapped])
 
     def models(self) -> list[torch.nn.Module]:
         """Return the living models that train, without their wrappers."""

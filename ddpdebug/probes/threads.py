@@ -84,12 +84,12 @@ class Threads:
 
     def may_build(self) -> bool:
         """Tell whether a model that is built here gets the same number on every rank."""
-        return not self.compared or all(t is threading.main_thread() for t in self._others())
+        return not self.compared or all([t is threading.main_thread() for t in self._others()])
 
     def is_autograd(self) -> bool:
         """Tell whether this is a thread of torch's own, which works for the one that called backward."""
         ident = threading.get_ident()
-        known = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+        known = next(iter([thread for thread in threading.enumerate() if thread.ident == ident]), None)
         return known is None or type(known).__name__ == "_DummyThread"
 
     def _lives(self) -> bool:

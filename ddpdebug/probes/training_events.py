@@ -601,6 +601,12 @@ class Averaged(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupEnds(Event):
-    """`destroy_process_group` is called: most scripts do this last, while their models are alive."""
+    """`destroy_process_group` is called: most scripts do this last, while their models are alive.
 
-    order = ("probe:by-hand", "probe:last-state")
+    Args:
+        last: the default group ends, and with it all others.
+    """
+
+    order = ("probe:by-hand", "probe:last-state", "exchange:part")
+
+    last: bool = True

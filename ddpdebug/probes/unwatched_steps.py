@@ -95,11 +95,11 @@ class UnwatchedSteps:
     def _may_pass(self) -> bool:
         if not self._recorder.may_pass():
             return False
-        return not any(
-            self._watched(watch.index, watch.step)
-            for watch in self._state.watches
-            if self._taken - self._at.get(watch.index, 0) < _FORGOTTEN
-        )
+        for watch in self._state.watches:
+            known = self._taken - self._at.get(watch.index, 0) < _FORGOTTEN
+            if known and self._watched(watch.index, watch.step):
+                return False
+        return True
 
     def wake(self) -> None:
         """Have the step that runs watched from here on."""
@@ -117,9 +117,8 @@ class UnwatchedSteps:
         since.cut, since.overhead_before = self._partly, self._overhead
         for wrapper in self._state.wrappers if self._partly else ():
             wrapper.elsewhere = True  # its forward was not seen: a backward now has not passed it by
-        self._state.checking = not self._partly and any(
-            self._recorder.due(watch.index, watch.step) for watch in self._state.watches
-        )
+        due = [self._recorder.due(watch.index, watch.step) for watch in self._state.watches]
+        self._state.checking = any(due) and not self._partly
         self._bus.emit(events.Woken(optimizer))
 
     # --- what is called in each step; each returns whether the step is watched from here on ---------------------------
@@ -202,9 +201,9 @@ class UnwatchedSteps:
         return False
 
     def _is_on_cpu(self) -> bool:
-        model = next(iter(self._state.models()), None)
-        parameter = None if model is None else next(iter(internals.parameters(model)), None)
-        return parameter is not None and parameter.device.type == "cpu"
+        models = self._state.models()
+        parameters = list(internals.parameters(models[0])) if models else []
+        return bool(parameters) and parameters[0].device.type == "cpu"
 
     # --- evaluations --------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def rng_digest() -> int:
 
 def precision(module: torch.nn.Module) -> Precision:
     """Say in which precision a forward of this module would run now."""
-    kind = next((p.device.type for p in internals.parameters(module)), "cpu")
+    kind = next(iter([p.device.type for p in internals.parameters(module)]), "cpu")
     enabled = torch.is_autocast_enabled(kind)
     return Precision(
         autocast=str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if enabled else None,

@@ -111,6 +111,7 @@ from ddpdebug.torch_internals.replaying import (
 from ddpdebug.torch_internals.trees import (
     buffers as buffers,
     children as children,
+    first_parameter as first_parameter,
     modules as modules,
     named_buffers as named_buffers,
     named_modules as named_modules,
@@ -455,7 +456,7 @@ def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
 def anything_compiled() -> bool:
     """Tell whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
     backends = names.compiled_backends() if names.DYNAMO in sys.modules else None
-    return isinstance(backends, dict) and any(backend is not None for backend in backends.values())
+    return isinstance(backends, dict) and any([backend is not None for backend in backends.values()])
 
 
 #: Bytes of the state of torch's generator on the CPU, where its 624 words begin, and what one takes.
@@ -508,7 +509,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the 2-norm of each tensor, of any shape and floating dtype, as Python numbers; waits for a device."""
     norms = names.foreach_norm(list(tensors))
-    if all(norm.device.type == "cpu" for norm in norms):
+    if all([norm.device.type == "cpu" for norm in norms]):
         return [float(norm) for norm in norms]
     return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
 
@@ -563,7 +564,7 @@ def is_traced() -> bool:
 def is_leaf(module: torch.nn.Module) -> bool:
     """Tell whether a module has no children; `children()` is a generator over a set, which costs ten times as much."""
     children = getattr(module, names.MODULES)
-    return not children or all(child is None for child in children.values())
+    return not children or all([child is None for child in children.values()])
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

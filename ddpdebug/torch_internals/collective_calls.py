@@ -90,7 +90,7 @@ def _with_note(
         ]
         said = 0 if ast.get_docstring(definition) is None else 1
         rest = definition.body[said:]
-        first = next(one for one in rest if not isinstance(one, ast.Global))
+        first = next(iter([one for one in rest if not isinstance(one, ast.Global)]))
         note = _unless_compiled(call_of(_PLACEHOLDER, values), first)
         begins, ends = (_unless_compiled(call_of(name, []), first) for name in (_BEGINS, _ENDS))
         whole = ast.copy_location(ast.Try(body=rest, handlers=[], orelse=[], finalbody=[ends]), first)

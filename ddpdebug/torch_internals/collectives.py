@@ -64,9 +64,11 @@ class Collectives:
             for number in numbers:  # one whose collectives have left the ring is not asked for again and again
                 self._names.setdefault(number, "")
         elif exact and any(
-            value["last_enqueued_collective"] > max(self._numbers.get(number) or (0,))
-            for number, value in numbers.items()
-            if number in self._living()
+            [
+                value["last_enqueued_collective"] > max(self._numbers.get(number) or (0,))
+                for number, value in numbers.items()
+                if number in self._living()
+            ]
         ):
             self.newest()
         found: dict[str, tuple[int, int]] = {}

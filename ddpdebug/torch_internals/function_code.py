@@ -119,7 +119,7 @@ class _Several:
 
     @property
     def idle(self) -> bool:
-        return all(look.idle for look in self._looks)
+        return all([look.idle for look in self._looks])
 
     @property
     def of(self) -> set[int]:
@@ -169,7 +169,7 @@ def lies_around(look: Around, function: Any) -> bool:
     """Tell whether this look lies around a function's body: there may be others, of somebody else's."""
     if not isinstance(function, FunctionType) or not _is_woven(function):
         return False
-    return any(one is look for kind in _around.get(function, {}).values() for one in kind.looks)
+    return any([one is look for kind in _around.get(function, {}).values() for one in kind.looks])
 
 
 def _put_around(function: FunctionType, looks: list[Around], also: str) -> bool:
@@ -316,7 +316,7 @@ def _filled(code: CodeType, put: Mapping[str, Any]) -> CodeType:
 def _is_alike(plain: CodeType, original: CodeType) -> bool:
     """Tell whether the source is that of the code."""
     names = "co_code", "co_varnames", "co_names", "co_freevars", "co_cellvars"
-    return all(getattr(plain, name) == getattr(original, name) for name in names)
+    return all([getattr(plain, name) == getattr(original, name) for name in names])
 
 
 def _imports(function: FunctionType, code: CodeType) -> Iterator[list[str]]:
@@ -370,11 +370,15 @@ def _last_line(code: CodeType) -> int:
 def _definition(tree: ast.Module, code: CodeType) -> ast.FunctionDef:
     """Return the definition of a function in its source."""
     return next(
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and node.name == code.co_name
-        and min((node.lineno, *(one.lineno for one in node.decorator_list))) == code.co_firstlineno
+        iter(
+            [
+                node
+                for node in ast.walk(tree)
+                if isinstance(node, ast.FunctionDef)
+                and node.name == code.co_name
+                and min((node.lineno, *(one.lineno for one in node.decorator_list))) == code.co_firstlineno
+            ]
+        )
     )
 
 
@@ -394,7 +398,7 @@ def _strip(definition: ast.FunctionDef) -> None:
 def _compiled(tree: ast.Module, original: CodeType) -> CodeType | None:
     flags = original.co_flags & _FUTURES
     module = compile(tree, original.co_filename, "exec", flags=flags, dont_inherit=True)
-    code = next(_named(module, original), None)
+    code = next(iter([*_named(module, original)]), None)
     return None if code is None else code.replace(co_qualname=original.co_qualname)
 
 

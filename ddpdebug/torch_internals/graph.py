@@ -12,7 +12,7 @@ import torch
 from ddpdebug.torch_internals import names
 
 #: Whether torch tells that a hook lies on what a node has saved.
-TELLS_HOOKS = not any(name.endswith(" (missing)") for name in (names.SAVED_DATA, names.SAVED_HOOK))
+TELLS_HOOKS = not any([name.endswith(" (missing)") for name in (names.SAVED_DATA, names.SAVED_HOOK)])
 
 
 class SavedHooks:
@@ -46,7 +46,7 @@ class SavedHooks:
     def left(self, *_: Any, **__: Any) -> None:
         """Note that the innermost hooks of this thread are gone."""
         here, now = threading.get_ident(), int(names.next_sequence())
-        at = next((at for at in reversed(range(len(self._open))) if self._open[at][0] == here), None)
+        at = next(iter([at for at in reversed(range(len(self._open))) if self._open[at][0] == here]), None)
         if at is None:  # they were there before anybody looked
             self._from = max(self._from, now)
             return
@@ -65,8 +65,8 @@ class SavedHooks:
         number = int(names.sequence(node)())
         return bool(
             number < self._from
-            or any(start <= number for _, start in tuple(self._open))  # other threads add to both
-            or any(start <= number < stop for start, stop in tuple(self._closed))
+            or any([start <= number for _, start in tuple(self._open)])  # other threads add to both
+            or any([start <= number < stop for start, stop in tuple(self._closed)])
         )
 
 

@@ -110,9 +110,9 @@ def named_in(place: str, name: str) -> bool:
 
 
 def _names(code: CodeType, name: str) -> bool:
-    if name in code.co_names or any(isinstance(const, str) and const == name for const in code.co_consts):
+    if name in code.co_names or any([isinstance(const, str) and const == name for const in code.co_consts]):
         return True
-    return any(isinstance(const, CodeType) and _names(const, name) for const in code.co_consts)
+    return any([isinstance(const, CodeType) and _names(const, name) for const in code.co_consts])
 
 
 def _always() -> bool:

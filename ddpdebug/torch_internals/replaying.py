@@ -127,6 +127,6 @@ def is_parallel(module: torch.nn.Module) -> str | None:
     """Return what a module is whose forward communicates (DDP, FSDP, tensor parallel), None for other modules."""
     kinds = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
     # what operations on these send is done below the mode that would see it
-    if any(inherits(type(parameter), ("DTensor",)) for parameter in own_parameters(module)):
+    if any([inherits(type(parameter), ("DTensor",)) for parameter in own_parameters(module)]):
         return "module of DTensors"
-    return next((name for name in kinds if inherits(type(module), (name,))), None)
+    return next(iter([name for name in kinds if inherits(type(module), (name,))]), None)

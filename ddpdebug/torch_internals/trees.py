@@ -60,6 +60,18 @@ def parameters(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     return (parameter for _, parameter in named_parameters(root))
 
 
+def first_parameter(root: torch.nn.Module) -> torch.nn.Parameter | None:
+    """Return the first of a module's parameters, None where it has none; walks no further."""
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        for parameter in _table(module, names.PARAMETERS).values():
+            if parameter is not None:
+                return parameter  # type: ignore[no-any-return]  # what the table has
+        waiting += [child for child in reversed(_table(module, names.MODULES).values()) if child is not None]
+    return None
+
+
 def named_buffers(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what `Module.named_buffers` does."""
     return _members(root, names.BUFFERS, remove_duplicate=True)

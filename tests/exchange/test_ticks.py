@@ -426,3 +426,84 @@ def test_ranks_that_step_together_are_not_apart(monkeypatch: pytest.MonkeyPatch)
     assert all(world.close())
     assert {tick.apart for tick in world.heard[0]} == {0}
     assert len(world.heard[0]) > 20
+
+
+def _together(calls: list[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_ranks_that_part_have_heard_everything_and_go_on_alone() -> None:
+    """Then each hears itself only, until they meet again."""
+    world = World(3).start()
+    for rank, exchange in enumerate(world.ranks):
+        exchange.post(row(rank, rank))
+        exchange.say({"kind": "last", "rank": rank})
+    _together([exchange.part for exchange in world.ranks])
+    assert [exchange.apart for exchange in world.ranks] == [True] * 3
+    assert [world.rows(rank) for rank in range(3)] == [[(0, 0), (1, 1), (2, 2)]] * 3
+    assert all(len({ranks for tick in heard for ranks, _ in tick.messages}) == 3 for heard in world.heard)
+    for rank, exchange in enumerate(world.ranks):
+        exchange.post(row(rank, 7))
+        exchange.say({"kind": "alone"})
+        _until(lambda rank=rank: (rank, 7) in world.rows(rank))
+        assert world.heard[rank][-1].members == (rank,)
+    assert all(exchange.rejoin() for exchange in world.ranks)
+    for rank, exchange in enumerate(world.ranks):
+        exchange.say({"kind": "again"})  # it may be alone yet, and still all hear it
+        exchange.post(row(rank, 8))
+    for rank in range(3):
+        _until(lambda rank=rank: [sender for sender, step in world.rows(rank) if step == 8] == [0, 1, 2])
+        heard = [(ranks, message["kind"]) for tick in world.heard[rank] for ranks, message in tick.messages]
+        assert [entry for entry in heard if entry[1] == "again"] == [((sender,), "again") for sender in range(3)]
+        assert [entry for entry in heard if entry[1] == "alone"] == [((rank,), "alone")]
+    assert [exchange.state for exchange in world.ranks] == ["comparing"] * 3
+    assert all(world.close())
+    assert world.lost == [[], [], []]
+
+
+def test_a_rank_that_parts_leaves_those_behind_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on without it, and hear what it had to say."""
+    world = World(3).start()
+    world.ranks[0].post(row(0, 0))
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.1)
+    world.ranks[0].part()
+    _until(lambda: world.ranks[0].apart)
+    monkeypatch.setattr(module, "LEAVE_SECONDS", float(_SECONDS))
+    world.ranks[1].post(row(1, 1))
+    _until(lambda: (1, 1) in world.rows(2))
+    assert (0, 0) in world.rows(1)
+    assert world.heard[1][-1].members == world.heard[2][-1].members == (1, 2)
+    assert all(world.close())
+
+
+def test_ranks_that_have_not_met_part_without_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process group ends that they would have met in; they meet in the next one."""
+    world, ends = World(2), threading.Event()
+
+    def connect(rank: int) -> Callable[[int, tuple[int, ...]], module.Group]:
+        usual = world.connector(rank)
+
+        def meet(generation: int, members: tuple[int, ...]) -> module.Group:
+            if len(members) > 1 and not ends.is_set():
+                _until(lambda: world.ranks[rank].impatient)
+                raise ConnectionError("the process group has ended")
+            return usual(generation, members)
+
+        return meet
+
+    for rank, exchange in enumerate(world.ranks):
+        monkeypatch.setattr(exchange, "_connect", connect(rank))
+    world.start()
+    _together([lambda exchange=exchange: exchange.part(patient=False) for exchange in world.ranks])
+    _until(lambda: all(exchange.apart for exchange in world.ranks))
+    ends.set()
+    for rank, exchange in enumerate(world.ranks):
+        assert exchange.rejoin()
+        exchange.post(row(rank, 0))
+    assert all(world.close())
+    assert world.rows(0) == world.rows(1) == [(0, 0), (1, 0)]
+    assert world.lost == [[], []]

@@ -68,6 +68,9 @@ class DepartureError(TorchError):
                 self._failures.setdefault(rank, fact)
         yield from self._departure(certain=False)
 
+    def meet(self) -> None:
+        self._ends.clear()
+
     def finish(self) -> Findings:
         yield from self._departure(certain=True)
 

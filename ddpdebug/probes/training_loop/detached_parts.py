@@ -66,9 +66,12 @@ class Cuts:
         for i, (module, _, outputs) in enumerate(calls):
             own = [names[id(p)] for p in internals.own_parameters(module) if id(p) in self._lacking]
             behind.update(dict.fromkeys(own))
-            if not own or not any(t.requires_grad for t in outputs):
+            if not own or not any([t.requires_grad for t in outputs]):
                 continue
-            target = next((path for call in calls[i + 1 :] if (path := self._cut(outputs, call, paths))), None)
+            target = None
+            for call in calls[i + 1 :]:
+                if (target := self._cut(outputs, call, paths)) is not None:
+                    break
             if target is not None:
                 cut_off, after = tuple(behind)[:_MAX_NAMES], paths.get(id(module), "?")
                 found = DetachedParameters(names=cut_off, after=after, before=target)
@@ -78,10 +81,10 @@ class Cuts:
         """Return the path of a module that was given the outputs, or something of their shape, without their graph."""
         module, inputs, _ = call
         floating = [t for t in inputs if t.floating and t.address not in self._given]
-        if not floating or any(t.requires_grad for t in floating):
+        if not floating or any([t.requires_grad for t in floating]):
             return None
         shapes = {t.shape for t in outputs if t.requires_grad}
-        return paths.get(id(module)) if any(t.shape in shapes for t in floating) else None
+        return paths.get(id(module)) if any([t.shape in shapes for t in floating]) else None
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():

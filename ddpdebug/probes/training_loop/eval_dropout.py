@@ -124,7 +124,7 @@ class _Drawing:
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         del args, output
         self._look()
-        if any(inside is module for inside in self._inside):
+        if any([inside is module for inside in self._inside]):
             while self._inside.pop() is not module:  # what has raised and was caught
                 pass
 
@@ -159,7 +159,7 @@ class _Drawing:
 
 def _state(root: nn.Module) -> tuple[int, ...]:
     """Return fingerprints of the generators that a forward draws from; waits for nothing, draws nothing."""
-    device = next((p.device for p in internals.parameters(root)), None)
+    device = next(iter([p.device for p in internals.parameters(root)]), None)
     if device is None or device.type != "cuda":
         return (rng_digest(),)
     if torch.cuda.is_current_stream_capturing():

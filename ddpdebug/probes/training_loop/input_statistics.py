@@ -91,7 +91,7 @@ class Inputs:
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
         place = tensor.untyped_storage().data_ptr()
-        return any(is_plain(t) and t.untyped_storage().data_ptr() == place for t in self._given())
+        return any([is_plain(t) and t.untyped_storage().data_ptr() == place for t in self._given()])
 
 
 def _readable(tensor: torch.Tensor) -> bool:

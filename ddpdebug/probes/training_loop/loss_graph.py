@@ -139,7 +139,7 @@ def _below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
     """Return the last node of a loss, without what GradScaler multiplied it with."""
     node = root.grad_fn
     if by_scaler and node is not None and node.name() in _SCALED:
-        node = next((below for below, _ in node.next_functions if below is not None), None)
+        node = next(iter([below for below, _ in node.next_functions if below is not None]), None)
     return node
 
 
@@ -238,7 +238,7 @@ def _softmaxes(root: torch.Tensor) -> Iterator[Any]:
 
 def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
     """Return a softmax over a single entry, if the loss is made of one."""
-    for node in _softmaxes(root):
+    for node in [*_softmaxes(root)]:
         shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
         if shape and place is not None:
             place -= (1 << 64) * (place >= 1 << 63)  # kept without its sign
@@ -249,7 +249,7 @@ def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
 
 def soft_target_input(root: torch.Tensor) -> LossInput | None:
     """Return what made the input of a cross entropy that is no node of its own: one with soft or smoothed targets."""
-    for node in _softmaxes(root):
+    for node in [*_softmaxes(root)]:
         if node.name() == "LogSoftmaxBackward0":
             before = (_plain(node.name()), *_made_by(node)[:1])
             return LossInput(loss="CrossEntropy", before=before, shape=graph.shape_at(node) or ())
@@ -350,7 +350,7 @@ def _spreads(node: Any) -> Iterator[LossBroadcast]:
             continue
         for found in _spread(node, made, known[0]):
             factors = [t for name in ("self", "other") if (t := graph.saved_tensor(made, name)) is not None]
-            if made.name() != "MulBackward0" or any(t.numel() < math.prod(found.result) for t in factors):
+            if made.name() != "MulBackward0" or any([t.numel() < math.prod(found.result) for t in factors]):
                 yield found
 
 

@@ -29,8 +29,8 @@ def sensitive(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not name or not _changes(module):
             continue
         parents = [table[parent] for parent in _parents(name) if parent in table]
-        holder = next((m for m in (module, *parents) if next(internals.parameters(m), None) is not None), root)
-        if any(p.requires_grad for p in internals.parameters(holder)):
+        holder = next(iter([m for m in (module, *parents) if internals.first_parameter(m) is not None]), root)
+        if any([p.requires_grad for p in internals.parameters(holder)]):
             yield name, module
 
 
@@ -75,7 +75,7 @@ class Modes:
         if root.training:
             return None
         found = self.of(root)
-        return InEval([name for name, module in found if not module.training], any(m.training for _, m in found))
+        return InEval([name for name, module in found if not module.training], any([m.training for _, m in found]))
 
     def evaluates_in_train(self, root: nn.Module) -> bool:
         """Tell whether a forward without gradients depends on chance, or changes running statistics.
@@ -84,9 +84,9 @@ class Modes:
         """
         if not root.training:
             return False
-        return any(m.training and getattr(m, "momentum", 0) is not None for _, m in self.of(root))
+        return any([m.training and getattr(m, "momentum", 0) is not None for _, m in self.of(root)])
 
 
 def has_input_with_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether the gradient of an input is wanted: adversarial examples, saliency, penalties."""
-    return any(tensor.requires_grad and tensor.is_leaf for tensor in tensors)
+    return any([tensor.requires_grad and tensor.is_leaf for tensor in tensors])

@@ -41,14 +41,16 @@ class _Part(NamedTuple):
 
     def lacks_gradients(self) -> bool:
         params = self.params().values()
-        return len(params) == len(self.marks) and all(p.grad is None and p.requires_grad for p in params)
+        return len(params) == len(self.marks) and all([p.grad is None and p.requires_grad for p in params])
 
     def told(self) -> NoGradPart:
         params = self.params()
         names = tuple(self.prefix + name for name in list(self.marks)[:_MAX_NAMES])
         written = any(
-            name not in params or internals.version_of(params[name]) != version
-            for name, (_, version) in self.marks.items()
+            [
+                name not in params or internals.version_of(params[name]) != version
+                for name, (_, version) in self.marks.items()
+            ]
         )
         return replace(self.about, names=names, written=written)
 
@@ -85,10 +87,10 @@ class NoGrad:
             return
         for path, module in self._outermost(root, behind):
             prefix = f"{path}." if path else ""
-            inside = (self._lines[id(part)] for part in internals.modules(module) if id(part) in self._lines)
+            inside = [self._lines[id(part)] for part in internals.modules(module) if id(part) in self._lines]
             about = NoGradPart(
                 path=path or "the model",
-                location=next(inside, None),
+                location=inside[0] if inside else None,
                 in_eval=root.training and not module.training,
                 copy_of=_copy_of(root, module, behind),
             )
@@ -135,11 +137,11 @@ def _copy_of(root: nn.Module, module: nn.Module, behind: set[int]) -> str | None
         return [(name, p.shape) for name, p in internals.named_parameters(of)]
 
     own = shape(module)
-    same = (
+    same = [
         path
         for path, other in internals.named_modules(root)
         if type(other) is type(module)
         and shape(other) == own
-        and not any(id(p) in behind for p in internals.parameters(other))
-    )
-    return next(same, None)
+        and not any([id(p) in behind for p in internals.parameters(other)])
+    ]
+    return same[0] if same else None

@@ -153,8 +153,8 @@ class OutputLayer:
         if not frozen or len(frozen) > _MAX_OUTPUT_LAYERS or size > _MAX_OUTPUT_SHARE * _elements(weights.values()):
             return
         last = [weights[key] for key in _last_weights(outputs) if key in weights]
-        if last and not any(p.requires_grad for p in last):
-            names = [(n, p) for n, p in internals.named_parameters(root) if any(p is own for own in frozen.values())]
+        if last and not any([p.requires_grad for p in last]):
+            names = [(n, p) for n, p in internals.named_parameters(root) if any([p is own for own in frozen.values()])]
             self._root = weakref.ref(root)
             self._found = [(name, id(p), internals.version_of(p)) for name, p in names]
 
@@ -163,12 +163,14 @@ class OutputLayer:
         root = None if self._root is None else self._root()
         now = {} if root is None else dict(internals.named_parameters(root))
         same = all(
-            (p := now.get(name)) is not None
-            and id(p) == key
-            and not p.requires_grad
-            and internals.version_of(p) == version
-            and key not in trained
-            for name, key, version in self._found
+            [
+                (p := now.get(name)) is not None
+                and id(p) == key
+                and not p.requires_grad
+                and internals.version_of(p) == version
+                and key not in trained
+                for name, key, version in self._found
+            ]
         )
         return tuple(name for name, _, _ in self._found) if same else ()
 
@@ -193,7 +195,7 @@ def _last_weights(outputs: Sequence[torch.Tensor]) -> Iterator[int]:
         if node in seen:
             continue
         seen.add(node)
-        weight = next((t for name in ("mat2", "weight") if (t := saved_tensor(node, name)) is not None), None)
+        weight = next(iter([t for name in ("mat2", "weight") if (t := saved_tensor(node, name)) is not None]), None)
         if weight is not None and weight.dim() > 1:
             yield weight.data_ptr()
         else:
@@ -212,7 +214,7 @@ def _only_norms(optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | P
             else:
                 others += sum(p.dim() > 1 and not p.requires_grad for p in own)
     trained = [p for p in _params([optimizer]) if p.requires_grad]
-    return len(trained) if trained and others > 1 and all(id(p) in norms for p in trained) else 0
+    return len(trained) if trained and others > 1 and all([id(p) in norms for p in trained]) else 0
 
 
 def unregistered(
@@ -244,11 +246,11 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 def _place(root: nn.Module, leaf: torch.Tensor) -> str:
     """Say in which plain container of which module a parameter hides."""
-    for path, module in internals.named_modules(root):
+    for path, module in [*internals.named_modules(root)]:
         for name, value in vars(module).items():
             if name.startswith("_"):
                 continue
-            for inner, part in _inside(value, 0):
+            for inner, part in [*_inside(value, 0)]:
                 if is_a(part, nn.Module):
                     names = [n for n, p in internals.named_parameters(part) if p is leaf]
                 elif part is leaf:

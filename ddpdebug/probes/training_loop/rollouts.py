@@ -55,7 +55,7 @@ class Rollouts:
         if not given:
             return False
         known = (row_fingerprints(t, self._row_bytes, _PER_BATCH) for t in with_rows(batch))
-        rows = next((found for found in known if sum(row in given for row in found) * 2 > len(found)), None)
+        rows = next(iter([found for found in known if sum(row in given for row in found) * 2 > len(found)]), None)
         before = self._before.get(self._row_bytes) or None
         if rows is None:
             return False

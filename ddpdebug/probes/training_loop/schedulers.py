@@ -254,7 +254,7 @@ def left_by(scheduler: Any) -> float:
 
 
 def _of_cosine(about: dict[str, Any]) -> Any:
-    return about["T_max"] if all(about["eta_min"] < _MOVED * rate for rate in about["base_lrs"]) else None
+    return about["T_max"] if all([about["eta_min"] < _MOVED * rate for rate in about["base_lrs"]]) else None
 
 
 def _of_line(about: dict[str, Any]) -> Any:

@@ -473,7 +473,7 @@ class Recipe:
             self._run("probe:labels", self._labels.read, term)
             target = saved_tensor(term.node, "target")
             self._reconstructs |= target is not None and target.data_ptr() in loop.given
-        if not any(takes_classes(term) for term in found) and (soft := soft_target_input(root)) is not None:
+        if not any([takes_classes(term) for term in found]) and (soft := soft_target_input(root)) is not None:
             self._tell_once(soft, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))

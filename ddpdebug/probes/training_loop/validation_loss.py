@@ -160,7 +160,7 @@ class Evaluations:
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
-        is_root = any(ref() is module for ref in self._roots)
+        is_root = any([ref() is module for ref in self._roots])
         if torch.is_grad_enabled():
             if is_root:
                 self.release()
@@ -183,7 +183,7 @@ class Evaluations:
         if self._threads.several or not internals.is_readable(loss):
             return
         models = self._state.models()
-        if any(not model.training for model in models):
+        if any([not model.training for model in models]):
             if not self._calls.tells_validation:
                 self._add(loss, source)
         elif models:
@@ -260,8 +260,8 @@ class Evaluations:
         if self._choices == _MAX_CHOICES:
             return False
         self._choices, self._left_out = self._choices + 1, 0
-        others = (line for line in found if line[1] is None or line[1] != self._trained_on)
-        self._followed = line = next(others, next(iter(found)))
+        others = [line for line in found if line[1] is None or line[1] != self._trained_on]
+        self._followed = line = (others or list(found))[0]
         own = found[line]
         self._tell(ValidationLine(location=line[0], samples=line[1], batches=own.count, source=own.source))
         return True
@@ -287,7 +287,7 @@ class _TrainMode:
 
     def ran(self, model: nn.Module, *, on_other_data: bool) -> None:
         """See a forward."""
-        if any(wrapper.in_forward for wrapper in self._state.wrappers) or not self._modes.evaluates_in_train(model):
+        if any([wrapper.in_forward for wrapper in self._state.wrappers]) or not self._modes.evaluates_in_train(model):
             return
         self._count += on_other_data
         self._waits = not on_other_data

@@ -79,18 +79,21 @@ class Fed:
     def is_zero(self) -> bool:
         """Tell whether the gradients are zero, as far as can be told without waiting for a device."""
         grads = [grad for p in self.sample() if (grad := p.grad) is not None]
-        if any(grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads):
+        if any([grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads]):
             return False
         # no `map`: a StopIteration of the user's would be taken for the end of the gradients
-        return all(_begins_with_zeros(grad) for grad in grads)
+        for grad in grads:  # noqa: SIM110 - what a trace function raises as Python ends a generator is lost
+            if not _begins_with_zeros(grad):
+                return False
+        return True
 
 
 def evaluations(optimizer: torch.optim.Optimizer) -> int:
     """Return how often an optimizer has evaluated its closure, as far as it counts that."""
     if type(optimizer) is not torch.optim.LBFGS:
         return 0
-    counts = (state.get("func_evals", 0) for state in list(optimizer.state.values()))
-    return int(next(counts, 0))
+    counts = [state.get("func_evals", 0) for state in list(optimizer.state.values())]
+    return int(counts[0]) if counts else 0
 
 
 def _never(_: torch.optim.Optimizer) -> bool:
