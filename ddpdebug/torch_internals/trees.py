@@ -53,7 +53,8 @@ def _dictionary(owner: object) -> dict[str, Any]:
 def own_child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
     """Return a child of a module by the name under which it is registered."""
     table = _table(module, names.MODULES)  # that of a `ScriptModule` is no dictionary
-    return table[name] if name in table else None  # noqa: SIM401 - it cannot be asked otherwise
+    found: torch.nn.Module | None = table[name] if name in table else None  # noqa: SIM401 - it cannot be asked otherwise
+    return found
 
 
 def groups(optimizer: object) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def test_no_other_thread_is_started_in_a_job() -> None:
 
 def test_signals_are_not_delivered_to_it() -> None:
     """But for those that its own doing causes, which faulthandler shows."""
-    masks: list[set[signal.Signals]] = []
+    masks: list[set[int | signal.Signals]] = []
     Thread("ours", lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))).join()
     assert masks[0] >= {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE, signal.SIGCHLD}
     assert signal.SIGSEGV not in masks[0]

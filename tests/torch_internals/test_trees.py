@@ -48,7 +48,8 @@ def test_groups_and_state_of_an_optimizer() -> None:
 def test_the_model_inside_of_a_compiled_one() -> None:
     """No other model is asked for it, not even one whose table of children is no dictionary."""
     model, scripted = nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
-    assert internals.unwrap_compiled(torch.compile(model, backend="eager")) is model
+    compiled: Any = torch.compile(model, backend="eager")
+    assert internals.unwrap_compiled(compiled) is model
     assert internals.unwrap_compiled(scripted) is scripted
     hostile = nn.Linear(2, 2)
     hostile.__class__ = _Model

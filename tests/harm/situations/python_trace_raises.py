@@ -16,8 +16,8 @@ raised, events = 0, 0
 
 def raises(frame, event, arg):
     global raised, events
-    file, near = frame.f_code.co_filename, {frame.f_code.co_name, frame.f_back.f_code.co_name}
-    if event == "call" and (file == __file__ or "/torch/" in file) and "__del__" not in near:  # Python loses those
+    file = frame.f_code.co_filename
+    if event == "call" and (file == __file__ or "/torch/" in file):
         events += 1
         if events % 97 == 0:
             raised += 1
