@@ -366,7 +366,7 @@ def _group_memory() -> list[int]:
     found = []
     for limit, used in pairs:
         with suppress(OSError, ValueError):
-            found.append(max(0, int((base / limit).read_text()) - int((base / used).read_text())))
+            found.append(max(0, int((base / limit).read_text("utf-8")) - int((base / used).read_text("utf-8"))))
     return found
 
 

@@ -10,6 +10,7 @@ import _thread
 import os
 import sys
 
+from ddpdebug.isolation.background import Thread
 from ddpdebug.processes.script import Target, end_with, run_script
 from ddpdebug.processes.torch_import import ImportWatch
 
@@ -105,7 +106,7 @@ class Rank:
         """Wait for torch."""
         if self.mode == CHECK:
             self._in_time.acquire()
-            _thread.start_new_thread(self._await_end, ())
+            Thread("ddpdebug-end", self._await_end)
         self._watch.start()
         return self
 

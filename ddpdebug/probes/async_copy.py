@@ -132,7 +132,7 @@ def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
-    """Read zero-dimensional tensors later; each must be a fresh result that nobody changes in place."""
+    """Read zero-dimensional tensors, those of a device later; each is a fresh result that nobody changes in place."""
     if not scalars:
         return list
     places = {s.device for s in scalars}
@@ -146,7 +146,9 @@ def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
 
         return read_all
     if scalars[0].device.type == "cpu":
-        return lambda: [float(s) for s in scalars]
+        # small tensors that outlive the step would keep the C library's heap from using again what lies around them
+        values = [float(s) for s in scalars]
+        return lambda: values
     by_dtype: dict[torch.dtype, list[int]] = {}  # a conversion of each one by itself would be a launch each
     for i, scalar in enumerate(scalars):
         by_dtype.setdefault(scalar.dtype, []).append(i)

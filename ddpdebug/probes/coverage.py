@@ -122,19 +122,18 @@ class CoverageProbe:
         ignored = {
             id(p)
             for w in self._wrappers
-            if (m := w.module())
+            if (m := w.module()) is not None
             for n, p in internals.named_parameters(m)
             if n in w.ignored
         }
         unwatched, left_out = Counter(self.unwatched), Counter(self.left_out)
         count = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                count += 1
-                if id(parameter) in ignored:
-                    left_out["on DDP's ignore list"] += 1
-                elif (reason := why_unwatched(parameter)) is not None:
-                    unwatched[reason if reason in unwatched or len(unwatched) < _MAX_KINDS else "other types"] += 1
+        for parameter in internals.params(optimizer):
+            count += 1
+            if id(parameter) in ignored:
+                left_out["on DDP's ignore list"] += 1
+            elif (reason := why_unwatched(parameter)) is not None:
+                unwatched[reason if reason in unwatched or len(unwatched) < _MAX_KINDS else "other types"] += 1
         if internals.is_sharded(optimizer):
             left_out["their optimizer state is sharded over the ranks"] += count
         self.parameters += count

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
@@ -536,8 +537,20 @@ class _Door:
         return bool(self._run("probe:threads", self._who, *args, **kwargs))
 
 
-class _Step:
-    """A hook of all optimizers' steps."""
+class _Inert:
+    """What does nothing in copies and pickles of the object or table that it lies in: any call returns None."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class _Step(_Inert):
+    """A hook of all optimizers' steps; a class of the user's that leaves the process by value takes the table along."""
 
     def __init__(
         self,
@@ -568,8 +581,8 @@ class _Step:
                 self._stop()
 
 
-class _Hook:
-    """A hook on one object of the user's; inert in copies and pickles of it."""
+class _Hook(_Inert):
+    """A hook on one object of the user's."""
 
     __slots__ = ("_entries", "_look", "_part")
     __torch_unserializable__ = True  # a tensor that carries it can be saved without a warning
@@ -581,12 +594,6 @@ class _Hook:
         entries = self._entries
         if not entries.closed:
             entries.guard.run(self._part, self._look, *args)
-
-    def __deepcopy__(self, memo: object) -> functools.partial[Any]:
-        return functools.partial(dict.get, {})  # called with (module, args) it returns args: nothing changes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (dict.get, {})
 
 
 class _PartHook(_Hook):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.step_state import StepState
@@ -44,7 +45,7 @@ class Followed:
         """
         if (self._state.in_backward and self._threads.is_autograd()) or self._threads.begins():
             return True
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = set(map(id, internals.params(optimizer)))
         for watch in self._state.watches:
             if not watch.given_up and not stepped.isdisjoint(map(id, watch.params)):
                 watch.given_up = True

@@ -364,7 +364,7 @@ class _Model:
             for key in internals.own_buffers(m)
         ]
         # Batch normalisation writes its statistics without telling the version counter.
-        self._written |= {name for name, m in named if getattr(m, "running_mean", None) is not None}
+        self._written |= {name for name, m in named if "running_mean" in internals.own_buffers(m)}
         self.nbytes = sum(dict(storage_of(p) for _, p in parameters).values())
         return True
 

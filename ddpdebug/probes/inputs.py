@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ddpdebug.nested import parts_of
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.schema.details import BadInput
 
+_FUNCTIONS = FunctionType, MethodType
 _MAX_DEPTH = 4
 _MAX_TENSORS = 64
 #: Arguments with one of these words in their name are masks, which hold -Inf on purpose.
@@ -23,8 +25,11 @@ _MASKS = ("mask", "bias")
 
 def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors among a forward's arguments under the names that its signature gives them."""
+    forward = module.forward
+    if type(forward) not in _FUNCTIONS:  # to inspect an object of the user's is to call its methods
+        forward = _anything
     try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        bound = inspect.signature(forward).bind_partial(*args, **kwargs)
     except (TypeError, ValueError) as error:
         if is_users(error):
             raise
@@ -45,6 +50,10 @@ def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iter
             count += 1
             if count >= _MAX_TENSORS:
                 return
+
+
+def _anything(*args: Any, **kwargs: Any) -> None:
+    """Stand in for what has no signature."""
 
 
 def _inside(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -51,7 +51,7 @@ class ModelCopies:
             known = _Known(weakref.ref(optimizer), made, self._copies(optimizer, known))
             self._known[id(optimizer)] = known
             if known.copies:
-                self._bus.emit(CopyTrained(sum(len(group["params"]) for group in optimizer.param_groups)))
+                self._bus.emit(CopyTrained(len(internals.params(optimizer))))
         self._steps += known.copies
         return known.copies and self._steps <= MOST
 
@@ -62,7 +62,7 @@ class ModelCopies:
     def _copies(self, optimizer: torch.optim.Optimizer, before: _Known | None) -> bool:
         if before is not None and before.optimizer() is optimizer and not before.copies:
             return False
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = internals.params(optimizer)
         if not params or self.model_runs():
             return False
         models = [module for wrapper in self._state.wrappers if (module := wrapper.module()) is not None]
@@ -78,7 +78,7 @@ class ModelCopies:
         return _all(lambda p: (_shape(p), fingerprint.fingerprint(p)) in contents, params)
 
     def _held_by_another(self, own: Mapping[int, torch.Tensor]) -> bool:
-        held = (p for o in self._built.optimizers for group in o.param_groups for p in group["params"])
+        held = [p for o in self._built.optimizers for p in internals.params(o)]
         return any([id(p) in own for p in held])
 
 

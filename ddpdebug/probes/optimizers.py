@@ -143,7 +143,7 @@ class OptimizerWatch:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return all parameter groups."""
-        return [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers() for group in internals.groups(optimizer)]
 
     def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False) -> bool:
         """Bring the tables up to date; return whether they changed. Parameters on DDP's ignore list are left out."""
@@ -202,7 +202,7 @@ class OptimizerWatch:
         value: Any = groups[0].get("lr") if groups else None
         if is_a(value, torch.Tensor):
             return float(value) if value.device.type == "cpu" else float("nan")
-        return float(value) if is_a(value, int | float) else float("nan")
+        return float(_plain(value)) if is_a(value, int | float) else float("nan")
 
     def state(
         self, *, whole: bool = False
@@ -223,8 +223,9 @@ class OptimizerWatch:
             if not (self.state_is_small or whole) and position % STATE_SHARES != share:
                 continue
             for optimizer in optimizers:
-                if p in optimizer.state:
-                    for key, value in _flatten("", optimizer.state[p]):
+                held = internals.state(optimizer)
+                if p in held:
+                    for key, value in _flatten("", held[p]):
                         if is_a(value, torch.Tensor):
                             keys.append((name, key))
                             tensors.append(value)
@@ -281,9 +282,20 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             if value.device.type == "cpu" and value.numel() == 1:
                 yield key, value.item()
         elif value is None or is_a(value, bool | int | float | str):
-            yield key, value
+            yield key, _plain(value)
         elif is_a(value, tuple | list) and all([is_a(v, bool | int | float | str) for v in value]):
-            yield key, list(value)
+            yield key, [_plain(v) for v in value]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or text of a class of the user's as Python's own, without calling its methods."""
+    if is_a(value, float) and type(value) is not float:
+        return float.__mul__(value, 1.0)
+    if is_a(value, int) and type(value) not in {bool, int}:
+        return int.__add__(value, 0)
+    if is_a(value, str) and type(value) is not str:
+        return str.__str__(value)
+    return value
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -294,7 +306,7 @@ def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         for i, item in enumerate(value):
             yield from _flatten(f"{prefix}[{i}]", item)
     elif value is None or is_a(value, bool | int | float | str | torch.Tensor):
-        yield prefix, value
+        yield prefix, _plain(value)
 
 
 def _named(
@@ -333,7 +345,7 @@ def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]
 
     An optimizer that is built again on one rank only is then still compared with the others' of that number.
     """
-    params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    params = {id(p): p for p in internals.params(optimizer)}
     for watch in reversed(watches):
         if params and watch.stepped(params.values()) == watch.number() == len(params):
             return watch.index
@@ -345,6 +357,6 @@ def first_step(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatc
 
     It goes on where the one that it replaces has stopped, and is in the same round as those beside it (GAN).
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = internals.params(optimizer)
     replaced = [w.step for w in watches if w.stepped(params)]
     return max(replaced, default=max((w.step - 1 for w in watches), default=0))

@@ -70,7 +70,7 @@ class Replicas:
             return
         self._modules_seen = built.modules_seen
         taken = {id(p) for watch in watches for p in watch.params}
-        taken |= {id(p) for o in built.optimizers for group in o.param_groups for p in group["params"]}
+        taken |= {id(p) for o in built.optimizers for p in internals.params(o)}
         inside = {id(m) for w in wrappers if (ddp := w.ref()) is not None for m in internals.modules(ddp)}
         known = {id(r.module()) for r in self._known.values()}
         found: dict[str, torch.nn.Module] = {}

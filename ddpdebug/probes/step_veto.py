@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.clock import time
 from ddpdebug.errors import FindingError
 from ddpdebug.exchange.step_vote import Ballot, NumericGuard
@@ -58,9 +59,8 @@ class StepVeto:
         if self._vote.mode == "stop" or note is not None:
             self._ending = (ballot, note)
             return True
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in internals.params(optimizer):
+            parameter.grad = None
         return False
 
     def error(self) -> FindingError | None:

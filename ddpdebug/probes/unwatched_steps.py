@@ -202,8 +202,8 @@ class UnwatchedSteps:
 
     def _is_on_cpu(self) -> bool:
         models = self._state.models()
-        parameters = list(internals.parameters(models[0])) if models else []
-        return bool(parameters) and parameters[0].device.type == "cpu"
+        parameter = internals.first_parameter(models[0]) if models else None
+        return parameter is not None and parameter.device.type == "cpu"
 
     # --- evaluations --------------------------------------------------------------------------------------------------
 

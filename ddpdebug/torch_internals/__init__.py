@@ -112,11 +112,16 @@ from ddpdebug.torch_internals.trees import (
     buffers as buffers,
     children as children,
     first_parameter as first_parameter,
+    groups as groups,
     modules as modules,
     named_buffers as named_buffers,
     named_modules as named_modules,
     named_parameters as named_parameters,
+    own_attribute as own_attribute,
+    own_child as own_child,
     parameters as parameters,
+    params as params,
+    state as state,
 )
 
 
@@ -381,7 +386,7 @@ class GlooGroup:
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     """Return the names on DDP's ignore list (`_set_params_and_buffers_to_ignore_for_model`)."""
-    return frozenset(getattr(module, names.IGNORED, ()))
+    return frozenset(own_attribute(module, names.IGNORED, ()))
 
 
 def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
@@ -437,8 +442,8 @@ def accumulator(parameter: torch.Tensor) -> object | None:
 
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside `torch.compile`'s wrapper, or the module itself."""
-    inner = getattr(module, names.ORIGINAL, module)
-    return inner if isinstance(inner, torch.nn.Module) else module
+    inner = own_child(module, names.ORIGINAL)
+    return module if inner is None else inner
 
 
 def leave_uncompiled(function: Any, *, nested: bool = True) -> None:

@@ -1,13 +1,16 @@
 """Tensors that are known again without being held, and without a reference to them.
 
 A weak reference to a tensor, of Python or of C++, keeps `torch.utils.swap_tensors` from working, by which modules are
-converted and states are loaded. So what is referred to weakly is the memory behind it, of which nobody counts that.
+converted and states are loaded. So what is referred to weakly is the memory behind it, of which nobody counts that:
+its Python object, which lives as long as the memory. `StorageWeakRef` of torch ends in a method of Python's, in which
+what a signal handler raises would be lost, and keeps a part of the memory's description.
 """
 
 from __future__ import annotations
 
+import weakref
+
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpdebug.torch_internals import names
 
@@ -22,14 +25,14 @@ class Seen:
 
     def is_alive(self) -> bool:
         """Return whether the tensor's memory is still there."""
-        return self._memory is not None and not self._memory.expired()
+        return self._memory is not None and self._memory() is not None
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Return whether this is the same tensor, on the same memory."""
-        if id(tensor) != self._number or not self.is_alive():
+        if id(tensor) != self._number or self._memory is None:
             return False
-        assert self._memory is not None
-        return bool(names.storage_id(tensor.untyped_storage()) == self._memory.cdata)
+        memory = self._memory()
+        return memory is not None and memory is tensor.untyped_storage()
 
 
 class Memory:
@@ -43,7 +46,7 @@ class Memory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with names.as_plain():  # else that of a subclass is a view of another one, which holds the memory
-            self._weak = StorageWeakRef(tensor.untyped_storage())
+            self._weak = weakref.ref(tensor.untyped_storage())
             self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
             self._standin = _alias(tensor)  # shares the counter of in-place changes, also when it is empty
         self._held = True
@@ -58,7 +61,7 @@ class Memory:
         """Return a tensor on the memory, without a graph; None when the memory is gone."""
         if self._held:
             return self._standin
-        storage = names.storage_from_weak(self._weak.cdata)
+        storage = self._weak()
         if storage is None:
             return None
         with names.without_dispatch_keys():
@@ -87,11 +90,11 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+def _memory_of(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage] | None:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None  # fake ones warn when they are asked
     try:
-        return StorageWeakRef(tensor.untyped_storage())
+        return weakref.ref(tensor.untyped_storage())
     except (RuntimeError, ValueError) as error:  # sparse, wrapped by functorch or a subclass, not initialised
         if type(error) not in {RuntimeError, ValueError, NotImplementedError}:
             raise  # a class of somebody else's: a signal handler's

@@ -49,10 +49,6 @@ def _none() -> None:
     return None
 
 
-def _nobody(_: object) -> None:
-    return None
-
-
 def _nothing(**_: object) -> bytes:
     return b""
 
@@ -198,10 +194,6 @@ _TENSORS = Feature(
 )
 version: Callable[[Any], int] = reader("torch.Tensor._version", _TENSORS)
 storage_id: Callable[[Any], int] = reader("torch.UntypedStorage._cdata", _TENSORS, off="memory is not counted")
-#: From what `StorageWeakRef` of torch's multiprocessing refers to.
-storage_from_weak: Callable[[int], Any] = thing(
-    "torch.UntypedStorage._new_with_weak_ptr", _TENSORS, otherwise=_nobody, off="of large inputs nothing is kept"
-)
 is_functorch_wrapped: Callable[[Any], bool] = thing(
     "torch._C._functorch.is_functorch_wrapped_tensor",
     _TENSORS,

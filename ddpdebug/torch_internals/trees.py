@@ -1,4 +1,4 @@
-"""The tables of a module tree, read without calling its methods: `named_parameters` and its like may be the user's."""
+"""Tables of modules and optimizers, read without calling methods, which may be the user's."""
 
 from __future__ import annotations
 
@@ -32,6 +32,50 @@ def _table(module: torch.nn.Module, name: str) -> Any:
     """Return a table of a module; none of one that is still being built, or that is no Python object inside."""
     own = vars(module).get(name)
     return getattr(module, name, {}) if own is None else own
+
+
+def own_attribute(owner: object, name: str, default: Any = None) -> Any:
+    """Return an attribute as it lies on an object or its class: `__getattr__` of the user's is not asked."""
+    own = _dictionary(owner)
+    if name in own:
+        return own[name]
+    for kind in type(owner).__mro__:
+        if name in vars(kind):
+            return vars(kind)[name]
+    return default
+
+
+def _dictionary(owner: object) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:  # no Python object inside, or one with slots
+        return {}
+    return found
+
+
+def own_child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """Return a child of a module by the name under which it is registered."""
+    table = _table(module, names.MODULES)  # that of a `ScriptModule` is no dictionary
+    found: torch.nn.Module | None = table[name] if name in table else None  # noqa: SIM401 - it cannot be asked otherwise
+    return found
+
+
+def groups(optimizer: object) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups; those of a class of the user's as plain dictionaries."""
+    own: Any = _dictionary(optimizer).get("param_groups")
+    found = getattr(optimizer, "param_groups", ()) if own is None else own
+    return [dict(dict.items(g)) if type(g) is not dict and issubclass(type(g), dict) else g for g in found]
+
+
+def params(optimizer: object) -> list[torch.nn.Parameter]:
+    """Return what an optimizer trains, in the order of its groups."""
+    return [parameter for group in groups(optimizer) for parameter in group["params"]]
+
+
+def state(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the table of what an optimizer keeps for each parameter."""
+    own = _dictionary(optimizer).get("state")
+    return optimizer.state if own is None else own
 
 
 def modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -69,14 +69,19 @@ _VARIANTS = {
     "exit_hang_stop_waits": "exit_hang_stop_uneven",
     "exit_text": "exit_exception_hook",
     "exit_torchrun_codes": "exit_torchrun_interrupt",
+    "launch_compiled_file": "launch_zip_application",
+    "launch_package": "launch_zip_application",
+    "launch_profiled": "launch_zip_application",
     "process_loader_spawn": "process_spawn_ranks",
     "process_spawn": "process_spawn_ranks",
     "process_spawn_killed": "process_spawn_raises",
     "process_spawn_no_guard": "process_spawn_raises",
     "process_spawn_ways": "process_spawn_ranks",
+    "python_bytes_strict": "python_optimized",
     "python_dev": "python_optimized",
     "python_identity": "python_optimized",
     "python_tracemalloc": "python_optimized",
+    "stream_ascii": "stream_closed_stderr",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -21,10 +22,19 @@ _PACKAGE = Path(background.__file__).parent.parent
 
 def test_no_other_thread_is_started_in_a_job() -> None:
     """Nor is anything used that asks `threading` who runs here."""
-    known = re.compile(r"threading\.(Thread|Timer)\(|ThreadPoolExecutor|^import logging", re.MULTILINE)
+    known = re.compile(r"threading\.(Thread|Timer)\(|start_new_thread|ThreadPoolExecutor|^import logging", re.MULTILINE)
     files = (file for file in _PACKAGE.rglob("*.py") if file.relative_to(_PACKAGE).parts[0] not in _ELSEWHERE)
     found = {file.relative_to(_PACKAGE).as_posix() for file in files if known.search(file.read_text("utf-8"))}
-    assert found == {"processes/linger.py"}  # the keeper, which is a process of its own
+    assert found == {"isolation/background.py", "processes/linger.py"}  # the keeper is a process of its own
+
+
+def test_signals_are_not_delivered_to_it() -> None:
+    """But for those that its own doing causes, which faulthandler shows."""
+    masks: list[set[int | signal.Signals]] = []
+    Thread("ours", lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))).join()
+    assert masks[0] >= {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE, signal.SIGCHLD}
+    assert signal.SIGSEGV not in masks[0]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_threading_does_not_know_it() -> None:

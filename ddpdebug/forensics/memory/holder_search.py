@@ -129,7 +129,7 @@ def known_tensors(state: StepState, *, gradients: bool) -> set[int]:
     for watch in state.watches:
         known.update(map(id, watch.params))
         for optimizer in watch.optimizers():
-            for held in list(optimizer.state.values()):
+            for held in list(internals.state(optimizer).values()):
                 known.update(map(id, held.values()))
     for watch in state.watches if gradients else ():
         known.update(id(p.grad) for p in watch.params if p.grad is not None)

@@ -372,6 +372,6 @@ def _of_optimizers(state: StepState, *, gradients: bool) -> Iterator[tuple[str, 
             if gradients:
                 yield "gradients", name, parameter.grad
         for optimizer in watch.optimizers():
-            for parameter, held in list(optimizer.state.items()):
+            for parameter, held in list(internals.state(optimizer).items()):
                 for value in list(held.values()):
                     yield "optimizer_state", names.get(id(parameter), ""), value

@@ -45,8 +45,8 @@ def _changes(module: nn.Module) -> bool:
         return module.p > 0
     if isinstance(module, _NORMS):
         return bool(module.track_running_stats)
-    rate = getattr(module, "dropout", 0.0)
-    return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0
+    rate = module.dropout if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else 0.0
+    return isinstance(rate, float) and rate > 0
 
 
 class InEval(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -281,9 +281,7 @@ def _named(wrapper: Wrapper | PlainModel) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _params(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
-        groups: Sequence[Mapping[str, Any]] = getattr(optimizer, "param_groups", ())
-        for group in groups:
-            yield from group["params"]
+        yield from internals.params(optimizer)
 
 
 def _elements(params: Iterable[torch.Tensor]) -> int:

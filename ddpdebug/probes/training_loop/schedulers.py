@@ -165,7 +165,8 @@ class Schedules:
     def _count(self, optimizer: torch.optim.Optimizer) -> int:
         """Count a step; return how many there were before."""
         known = self._steps.get(id(optimizer))
-        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        groups = internals.groups(optimizer)
+        rate = groups[0].get("lr") if groups else None
         if known is None or known.optimizer() is not optimizer:
             known = self._steps[id(optimizer)] = Steps(weakref.ref(optimizer), rate=rate)
         known.number += 1
@@ -198,10 +199,10 @@ class Schedules:
         own = getattr(scheduler, "optimizer", None)
         if own is None:
             return False
-        groups = {id(group) for group in getattr(own, "param_groups", ())}
+        groups = _lists(own)
         for steps in self._steps.values():
             stepping = steps.optimizer()
-            if stepping is own or (stepping is not None and groups & {id(group) for group in stepping.param_groups}):
+            if stepping is own or (stepping is not None and groups & _lists(stepping)):
                 return False
         return True
 
@@ -279,3 +280,8 @@ _LENGTHS: dict[type, Callable[[dict[str, Any]], Any]] = {
     lr_scheduler.ExponentialLR: _of_factor,
     lr_scheduler.MultiStepLR: _of_milestones,
 }
+
+
+def _lists(optimizer: object) -> set[int]:
+    """Return what tells an optimizer's groups from others': the lists of their parameters."""
+    return {id(group["params"]) for group in internals.groups(optimizer)}

@@ -56,8 +56,8 @@ class Fed:
     def sample(self) -> list[torch.Tensor]:
         """Return the parameters that stand for all."""
         optimizer = self.optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        key = hash(tuple((id(group), len(group["params"])) for group in groups))
+        groups = [] if optimizer is None else internals.groups(optimizer)
+        key = hash(tuple((id(group["params"]), len(group["params"])) for group in groups))
         if key != self.key:
             held = ((g, i, p) for g, group in enumerate(groups) for i, p in enumerate(group["params"]))
             every = [(g, i) for g, i, p in held if p.requires_grad]
@@ -92,7 +92,7 @@ def evaluations(optimizer: torch.optim.Optimizer) -> int:
     """Return how often an optimizer has evaluated its closure, as far as it counts that."""
     if type(optimizer) is not torch.optim.LBFGS:
         return 0
-    counts = [state.get("func_evals", 0) for state in list(optimizer.state.values())]
+    counts = [state.get("func_evals", 0) for state in list(internals.state(optimizer).values())]
     return int(counts[0]) if counts else 0
 
 

@@ -14,7 +14,6 @@ import hmac
 import io
 import json
 import os
-import signal
 import socket
 import ssl
 import threading
@@ -427,8 +426,6 @@ class Server(WSGIServer):
         self._closing.set()
 
     def _run(self) -> None:
-        # to write to who has gone would end a job that has SIGPIPE back at its default; the other threads inherit it
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         due = 0.0
         while not self._closing.is_set():
             now = time.monotonic()

@@ -22,6 +22,11 @@ class Net(nn.Module):
         return self.layer(x) * scale
 
 
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 def step(model, optimizer, x):
     loss = model(x).square().mean()
     loss.backward()
@@ -53,6 +58,13 @@ buffer = io.BytesIO()
 torch.save(model, buffer)
 buffer.seek(0)
 again += (torch.load(buffer, weights_only=False),)
+own = Own(again[0].parameters(), 0.05)
+losses += train(again[0], own)
+step_of = Own.step  # torch's wrapper, whose module is the script's: its globals go along
+tables = {name: step_of.__globals__[name] for name in step_of.__code__.co_names if name in step_of.__globals__}
+tables = {name: value for name, value in tables.items() if isinstance(value, dict)}
+moved = pickle.loads(pickle.dumps(tables))
+print(sorted(moved), all(hook(own, (), {}) is None for table in moved.values() for hook in table.values()))
 functions = torch.autograd.backward, nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, torch.distributed.all_gather
 print([pickle.loads(pickle.dumps(function)) is function for function in functions])
 for one in again:
