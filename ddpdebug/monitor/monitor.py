@@ -993,12 +993,17 @@ class Monitor:
         run = self._back.run
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
         meant = run("diagnosis", self._diagnosis.local_steps.marked, step) or step
-        lately, in_all = self.schedule.ratio, self.schedule.ratio_of_run
         newest = self._told.get(step.optimizer, step.step - 1)
         steps, self._told[step.optimizer] = max(0, step.step - newest), max(newest, step.step)
-        self._write(
-            StepJudged(step=meant, steps=steps, interval=interval, overhead_ratio=lately, overhead_of_run=in_all)
+        judged = StepJudged(
+            step=meant,
+            steps=steps,
+            interval=interval,
+            overhead_ratio=self.schedule.ratio,
+            overhead_of_run=self.schedule.ratio_of_run,
+            overhead_seconds=self.schedule.seconds_of_run,
         )
+        self._write(judged)
 
     def _judge_last(self, step: Step) -> None:
         """Compare what the last step has left; it is no step of its own."""

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from ddpdebug.schema.row import Flag
+from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
 
 #: Steps shorter than this are all checked at first, until `START_STEPS` or until the checks have taken `START_SECONDS`
@@ -83,6 +83,11 @@ class Schedule:
         cost, base = self._whole
         return cost / base if base else float("nan")
 
+    @property
+    def seconds_of_run(self) -> float:
+        """Seconds in ddpdebug on the worst rank, of all steps so far but the first."""
+        return self._whole[0]
+
     def interval(self, step: int) -> int:
         """Return every how many steps one is checked, at a step."""
         return self._at(step)[1]
@@ -143,8 +148,7 @@ class Schedule:
         if not rows:
             return
         cost = max(row.overhead_seconds for row in rows)
-        base = statistics.median(max(row.step_seconds - row.overhead_seconds, 0.1 * row.step_seconds) for row in rows)
-        base = max(base, 1e-6)
+        base = max(statistics.median([_without(row) for row in rows]), 1e-6)
         whole = base + max(0, step.step - before - 1) * (statistics.median(self._base) if self._base else base)
         if step.step:  # the first one begins with the script
             self._whole[0] += cost
@@ -185,6 +189,16 @@ class Schedule:
             checked = _every(full - light, spare, max(usual, longest))
         if (checked, watched) != self._plan[-1][1:]:
             self._plan = (*self._plan[-7:], (start, checked, watched))
+
+
+def _without(row: Row) -> float:
+    """Return what a step took without ddpdebug, in seconds.
+
+    At least its phases: the thread in the background, whose time counts as well, works beside them.
+    """
+    phases = (row.data_seconds, row.forward_seconds, row.backward_seconds, row.optimizer_seconds)
+    own = sum([seconds for seconds in phases if seconds > 0.0])  # one that is not known is NaN
+    return max(row.step_seconds - row.overhead_seconds, min(own, row.step_seconds), 0.1 * row.step_seconds)
 
 
 def _every(cost: float, allowed: float, longest: float) -> int:

@@ -45,6 +45,7 @@ class StepJudged:
     interval: int = 1  # the sampled tier runs every so many steps
     overhead_ratio: float = float("nan")  # time in ddpdebug / time of the steps without it, of the newest steps
     overhead_of_run: float = float("nan")  # the same, of all steps so far
+    overhead_seconds: float = float("nan")  # time in ddpdebug, of all steps so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,6 +268,8 @@ def _other_speaker(finding: Finding, own: int) -> int | None:
 
 #: The overhead from which on it is explained.
 _HIGH_OVERHEAD = 0.05
+#: An overhead of a run that is shorter than so many seconds is said in seconds.
+_FEW_SECONDS = 10.0
 #: Where it was higher than lately by this factor, as while every step is checked at first, both are said.
 _LESS = 1.2
 
@@ -283,7 +285,7 @@ class Summary:
         self.local = False  # local SGD: compared where the replicas were averaged
         self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
         self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
-        self.overhead = self.lately = math.nan
+        self.overhead = self.lately = self.seconds = math.nan
         self.interval, self.sampled = 1, False
         self.last: dict[int, int] = {}  # optimizer -> newest step
         self.last_states: set[tuple[int, int]] = set()  # (optimizer, step) that was compared once more afterwards
@@ -312,6 +314,7 @@ class Summary:
         elif record.step.all(Flag.UNSYNCED_BACKWARD) or record.step.all(Flag.NO_DDP):
             self._apart += any(outvoted.values())
         self.overhead, self.lately = record.overhead_of_run, record.overhead_ratio
+        self.seconds = record.overhead_seconds
         self.interval = record.interval
         self.sampled |= record.interval > 1
 
@@ -347,7 +350,9 @@ class Summary:
             return unchecked or ["no optimizer step was seen, so nothing was checked"]
         items = [counted(total, "step"), *self._agreement(world, total, said=bool(gaps))]
         items += unchecked
-        if math.isfinite(self.overhead):
+        if self.overhead > _HIGH_OVERHEAD and self.seconds < _FEW_SECONDS:  # a share of a short run says nothing
+            items.append(f"overhead {self.seconds:.1f} s")
+        elif math.isfinite(self.overhead):
             less = self.interval > 1 and self.lately < self.overhead / _LESS and self.overhead > _HIGH_OVERHEAD
             items.append(f"overhead {percent(self.overhead)}" + (f", {percent(self.lately)} lately" if less else ""))
         if self.interval > 1:

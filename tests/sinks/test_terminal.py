@@ -411,6 +411,13 @@ def test_a_large_overhead_is_written_out() -> None:
     assert "overhead 430 %" in summary(replace(judged(0, 5, 5), overhead_ratio=4.3, overhead_of_run=4.3))
 
 
+def test_the_overhead_of_a_short_run_is_said_in_seconds() -> None:
+    """A share of next to nothing says nothing."""
+    text = summary(replace(judged(0, 5, 5), overhead_of_run=10.4, overhead_ratio=10.4, overhead_seconds=0.83))
+    assert "overhead 0.8 s · " in text
+    assert "1040 %" not in text
+
+
 def test_the_overhead_of_short_steps_is_explained() -> None:
     """Who tries a toy first would take it for what a real run pays."""
     text = summary(replace(judged(0, 5, 5), overhead_of_run=0.8, interval=1))
