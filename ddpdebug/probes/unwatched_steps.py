@@ -10,6 +10,7 @@ steps that are not very short are followed by the numbers all the same, and a lo
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ _FORGOTTEN = 64
 #: Shorter steps are not followed by the numbers: what that takes is some 0.1 ms. After a loss that is not finite the
 #: next ones are not either: they show nothing new.
 _FOLLOWED_SECONDS, _APART = 0.01, 64
+#: ... where none of so many was shorter: on a busy machine short ones are interrupted.
+_RECENT = 8
 #: Who follows the numbers: what is kept of a forward for its replay, and the notes of the forward.
 _NUMBERS = frozenset({"probe:scene", "probe:numerics-forward"})
 
@@ -70,6 +73,7 @@ class UnwatchedSteps:
         self._overhead = 0.0  # of ddpdebug's time before the newest row
         self._roots: dict[int, Any] = {}
         self._follows = False  # the numbers
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # what the newest steps took, in seconds
         self._bad = -_APART  # the step with the newest loss that was not finite
         self._entries.passing = self
         recorder.when_over(self._over)
@@ -188,7 +192,8 @@ class UnwatchedSteps:
             return False
         step = self._recorder.count(watch)
         state, now = self._state, time.perf_counter()
-        self._follows = now - state.since.started >= _FOLLOWED_SECONDS and self._is_on_cpu()
+        self._recent.append(now - state.since.started)
+        self._follows = min(self._recent) >= _FOLLOWED_SECONDS and self._is_on_cpu()
         since, state.since = state.since, SinceLastStep(now, self._overhead, state.next_step())
         keep_for_next(since, state.since)
         state.synced = state.syncs
