@@ -96,7 +96,7 @@ def _with_note(
         whole = ast.copy_location(ast.Try(body=rest, handlers=[], orelse=[], finalbody=[ends]), first)
         definition.body[said:] = [note, begins, whole]
 
-    return weave(function, change, looks)
+    return weave(function, change, looks, _PLACEHOLDER)
 
 
 def _unless_compiled(call: ast.Call, first: ast.stmt) -> ast.Expr:

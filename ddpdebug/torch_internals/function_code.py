@@ -15,7 +15,7 @@ import copy
 import inspect
 import linecache
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +51,7 @@ class Around(Protocol):
 class _Look(NamedTuple):
     change: Change
     constants: Mapping[str, Any]  # what stands in the code for the names that `change` has written
+    kind: Hashable  # looks of one kind make the same change to the same code
 
 
 class _Woven:
@@ -62,9 +63,14 @@ class _Woven:
 
 
 _woven: weakref.WeakKeyDictionary[FunctionType, _Woven] = weakref.WeakKeyDictionary()
+#: Code with the constants that stand for looks, by the function's own code and the kinds of looks in it: reading and
+#: compiling a function takes some milliseconds, and a second monitor asks for the same.
+_made: dict[tuple[CodeType, tuple[Hashable, ...]], CodeType | None] = {}
 
 
-def weave(function: FunctionType, change: Change, constants: Mapping[str, Any]) -> Callable[[], None] | None:
+def weave(
+    function: FunctionType, change: Change, constants: Mapping[str, Any], kind: Hashable
+) -> Callable[[], None] | None:
     """Put a look into a function's code, as `change` writes it into the source; return what takes it out again.
 
     What `change` adds has to say where it stands. None where the function's source is not at hand, or not that of its
@@ -72,11 +78,12 @@ def weave(function: FunctionType, change: Change, constants: Mapping[str, Any]) 
 
     Args:
         constants: what stands in the code for constants that `change` has written.
+        kind: of the change; two of a kind make the same of the same function.
     """
     woven = _woven.get(function)
     if woven is None or function.__code__ is not woven.code:  # somebody else has changed it since
         woven = _Woven(function.__code__)
-    look = _Look(change, constants)
+    look = _Look(change, constants, kind)
     code = _with_looks(function, woven.plain, [*woven.looks, look])
     if code is None:
         return None
@@ -219,7 +226,7 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
             whole.body = [*rest, _place(ast.Return(), rest[-1], at_end=True)]
         definition.body[said:] = [*taken.found, *template.body]
 
-    return weave(function, change, {constant: look})
+    return weave(function, change, {constant: look}, (also, defaults, has_torch))
 
 
 def call_of(placeholder: str, arguments: list[ast.expr]) -> ast.Call:
@@ -287,6 +294,16 @@ def _in_returns(node: Any, noted: str, constant: str) -> Any:
 
 def _with_looks(function: FunctionType, original: CodeType, looks: list[_Look]) -> CodeType | None:
     """Return a function's code with looks in it."""
+    key = original, tuple([look.kind for look in looks])
+    if key not in _made:
+        _made[key] = _made_with(function, original, looks)
+    code = _made[key]
+    put = {name: value for look in looks for name, value in look.constants.items()}
+    return None if code is None else _filled(code, put)
+
+
+def _made_with(function: FunctionType, original: CodeType, looks: list[_Look]) -> CodeType | None:
+    """Return the code with the constants that stand for the looks."""
     for imported in _imports(function, original):
         tree = _source(original, function.__globals__)
         if tree is None:
@@ -304,8 +321,7 @@ def _with_looks(function: FunctionType, original: CodeType, looks: list[_Look]) 
             return None
         if (code.co_freevars, code.co_cellvars) != (original.co_freevars, original.co_cellvars):
             return None
-        put = {name: value for look in looks for name, value in look.constants.items()}
-        return _filled(code, put)
+        return code
     return None
 
 
@@ -368,18 +384,19 @@ def _last_line(code: CodeType) -> int:
 
 
 def _definition(tree: ast.Module, code: CodeType) -> ast.FunctionDef:
-    """Return the definition of a function in its source."""
-    return next(
-        iter(
-            [
-                node
-                for node in ast.walk(tree)
-                if isinstance(node, ast.FunctionDef)
-                and node.name == code.co_name
-                and min((node.lineno, *(one.lineno for one in node.decorator_list))) == code.co_firstlineno
-            ]
-        )
-    )
+    """Return the definition of a function in its source: the last statement of what stands around it.
+
+    Raises:
+        StopIteration: it is not there.
+    """
+    node: Any = tree
+    while getattr(node, "body", None):
+        node = node.body[-1]
+        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+            continue
+        if min([node.lineno, *[one.lineno for one in node.decorator_list]]) == code.co_firstlineno:
+            return node
+    raise StopIteration
 
 
 def _strip(definition: ast.FunctionDef) -> None:

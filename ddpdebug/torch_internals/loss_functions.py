@@ -66,7 +66,7 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
             continue  # the user has replaced this function: it is left alone
         source = f"by torch.nn.functional.{name} (--validation-loss functions)"
-        undo.append(weave(function, _in_returns, {_PLACEHOLDER: _seen(look, source)}))
+        undo.append(weave(function, _in_returns, {_PLACEHOLDER: _seen(look, source)}, _PLACEHOLDER))
     return all_of(undo)
 
 
