@@ -166,6 +166,7 @@ class Layers:
         self._seen: dict[int, tuple[internals.Seen, int | None]] = {}
         self._times: dict[int, int] = {}
         self._stride, self._leaves, self._convolution = 1, 0, False
+        self._only: frozenset[int] | None = None  # numbers of the modules that are described; None takes some in order
         self._alive: dict[str, deque[tuple[int, torch.Tensor]]] = {}
         self._blocks: list[torch.Tensor] = []
         self._symmetry: list[torch.Tensor] = []
@@ -173,8 +174,14 @@ class Layers:
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def begin(self, since: SinceLastStep, root: torch.nn.Module) -> bool:
-        """Decide about a checked training forward; return whether its module calls are wanted."""
+    def begin(
+        self, since: SinceLastStep, root: torch.nn.Module, layers: Sequence[torch.nn.Module] | None = None
+    ) -> bool:
+        """Decide about a checked training forward; return whether its module calls are wanted.
+
+        Args:
+            layers: the calls of these alone are seen, of a model of many modules.
+        """
         if since.number != self._number:
             self._number, self._count = since.number, self._count + 1
         self.sampling = is_due(self._count)
@@ -183,13 +190,14 @@ class Layers:
         self.forget()
         self._notes = LayerSamples()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        leaves = sum(internals.is_leaf(module) for module in internals.modules(root))
-        self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
+        self._only = None if layers is None else frozenset(map(id, layers))
+        parts = internals.modules(root) if layers is None else layers
+        self._stride, self._leaves = max(1, math.ceil(sum(map(internals.is_leaf, parts)) / MAX_CALLS)), 0
         return rank < _RANKS
 
     def look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Take the statistics of one module call; containers only hand on what their children gave."""
-        if not internals.is_leaf(module):
+        if not internals.is_leaf(module) or (self._only is not None and id(module) not in self._only):
             return
         own = internals.own_parameters(module)
         self._leaves += 1
@@ -322,6 +330,8 @@ class Layers:
         if not self.sampling or not record.checked or record.flags & (Flag.CLOSURE | Flag.SKIPPED):
             return
         notes, self._notes = self._notes, LayerSamples(order=self._notes.order)
+        if self._only is not None:  # of many layers the order is that of their registration
+            notes.order = {}
         if dist.is_initialized() and dist.get_rank() != 0:
             record.parts[LayerSamples] = notes
             return
