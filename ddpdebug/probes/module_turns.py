@@ -1,4 +1,6 @@
-"""Which modules of a model of many a check looks at: a bounded number, in turn, the same on all ranks.
+"""Which modules of a model of many a check looks at: a bounded number, in turn, by the number of checks.
+
+All ranks check the same steps, so they look at the same modules.
 
 What is not finite goes on from a module to the block around it and to the model's output. So the blocks are looked at
 first, then the modules inside of those that were bad, then others, a part of the model that each check moves on. Of the
@@ -7,7 +9,6 @@ step that shows it the module is found by the replay, or by a later look.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -19,8 +20,6 @@ from ddpdebug import torch_internals as internals
 MAX_LOOKS, _MAX_BLOCKS, _MAX_SUSPECTS = 256, 96, 96
 #: Checks after which a model's modules are listed anew.
 _REFRESH = 16
-#: A part of the model that moves on by this share of it each step comes everywhere, however far the checks are apart.
-_SHARE = (math.sqrt(5) - 1) / 2
 
 
 class Turns:
@@ -28,7 +27,7 @@ class Turns:
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
-        self._uses = 0
+        self._step, self._checks = -1, -1
         self._blocks: Sequence[weakref.ref[torch.nn.Module]] = ()
         self._leaves: Sequence[weakref.ref[torch.nn.Module]] = ()
         self._suspects: Sequence[weakref.ref[torch.nn.Module]] = ()
@@ -48,11 +47,12 @@ class Turns:
         root = self._root()
         if root is None:
             return []
-        self._uses += 1
-        if self._uses % _REFRESH == 0:
-            self._list(root)
-        chosen = [*_part(self._blocks, _MAX_BLOCKS, step), *self._suspects]
-        chosen += _part(self._leaves, MAX_LOOKS - len(chosen) - 1, step)
+        if step != self._step:  # another forward of the same step looks at the same
+            self._step, self._checks = step, self._checks + 1
+            if self._checks % _REFRESH == _REFRESH - 1:
+                self._list(root)
+        chosen = [*_part(self._blocks, _MAX_BLOCKS, self._checks), *self._suspects]
+        chosen += _part(self._leaves, MAX_LOOKS - len(chosen) - 1, self._checks)
         return [root, *_living(chosen)]
 
     def layers(self, number: int) -> list[torch.nn.Module]:
@@ -73,12 +73,12 @@ class Turns:
 
 
 def _part(
-    modules: Sequence[weakref.ref[torch.nn.Module]], number: int, step: int
+    modules: Sequence[weakref.ref[torch.nn.Module]], number: int, turn: int
 ) -> Sequence[weakref.ref[torch.nn.Module]]:
-    """Return so many modules in a row, from a place that depends on the step."""
+    """Return so many modules in a row, those after the ones of the turn before."""
     if len(modules) <= number:
         return modules
-    start = int(len(modules) * (step * _SHARE % 1.0))
+    start = turn * number % len(modules)
     return [*modules[start : start + number], *modules[: max(0, start + number - len(modules))]]
 
 
