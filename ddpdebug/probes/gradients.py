@@ -68,15 +68,16 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
     trainable, step = wrapper.trainable, since.number
     with torch.no_grad():
         rows = [(id(p), p.grad) for p in internals.parameters(ddp.module) if p.grad is not None and id(p) in trainable]
-        if not internals.are_alike([grad for _, grad in rows]):
+        if not (alike := internals.are_alike([grad for _, grad in rows])):
             rows = [(number, grad) for number, grad in rows if _summable(grad)]
         grads = [grad for _, grad in rows]
+        norms = _norms_of_alike(grads) if alike else norms_of(grads)
         if False not in {grad.is_cpu for grad in grads}:
             digests = fingerprint.fingerprints(grads)
         else:
             digests = [fingerprint.fingerprint(grad) if grad.is_cpu else 0 for grad in grads]
         noted = since.parts[GradientSums].reduced
-        for (number, grad), digest, norm in zip(rows, digests, norms_of(grads), strict=True):
+        for (number, grad), digest, norm in zip(rows, digests, norms, strict=True):
             glance = digest if not digest or grad.nbytes <= fingerprint.GLANCE_BYTES else fingerprint.glance(grad)
             total = _sum(grad) if wrapper.sums(number, step) else None
             key = (id(grad), grad.data_ptr(), internals.version_of(grad), glance)
@@ -107,10 +108,9 @@ def digests_at_step(
         values = list(known.values())
         return (lambda: values), [], list
     grads = [grad for _, grad in rest]
-    dense = rest
-    if not internals.are_alike(grads):
-        dense = [(position, grad) for position, grad in rest if internals.is_plain(grad)]
-    norms = device.numbers(norms_of([grad for _, grad in dense]))
+    alike = internals.are_alike(grads)
+    dense = rest if alike else [(position, grad) for position, grad in rest if internals.is_plain(grad)]
+    norms = device.numbers(_norms_of_alike(grads) if alike else norms_of([grad for _, grad in dense]))
     later = device.digests(grads)
     number, positions = len(parameters), [position for position, _ in rest]
 
@@ -129,8 +129,7 @@ def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return `norm_of` each tensor; one call takes many that are alike, a few launches what is on a device."""
     if internals.are_alike(tensors):
-        with torch.no_grad():
-            return list(internals.norms_there(tensors, tensors[0].dtype))
+        return _norms_of_alike(tensors)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if _is_one_of_many(tensor):
@@ -140,6 +139,11 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         norms = internals.norms_there([tensors[i].detach() for i in some], _norm_dtype(dtype))
         found.update(zip(some, norms, strict=True))
     return [found[i] if i in found else norm_of(tensor) for i, tensor in enumerate(tensors)]
+
+
+def _norms_of_alike(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(internals.norms_there(tensors, tensors[0].dtype))
 
 
 def _is_one_of_many(tensor: torch.Tensor) -> bool:

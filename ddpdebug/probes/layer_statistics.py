@@ -171,6 +171,7 @@ class Layers:
         self._blocks: list[torch.Tensor] = []
         self._symmetry: list[torch.Tensor] = []
         self._begun: set[int] = set()
+        self._described: tuple[int, tuple[int, ...], list[str]] | None = None  # of an optimizer, with its table's key
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -255,11 +256,14 @@ class Layers:
         self._numbers.append(number)
         return _Number(len(self._numbers) - 1)
 
-    def end(self, root: torch.nn.Module, prefix: str, output: Any) -> None:
-        """Note what was seen, under the modules' paths."""
+    def end(self, root: torch.nn.Module, prefix: str, output: Any, names: Mapping[int, str] | None = None) -> None:
+        """Note what was seen, under the modules' paths; `names` are those in `root`, by the modules' numbers."""
         if not self._calls:
             return
-        paths = {id(module): prefix + (name or "(model)") for name, module in internals.named_modules(root)}
+        if names is None:
+            names = {id(module): name for name, module in internals.named_modules(root)}
+        called = {id(call.module) for call in self._calls}
+        paths = {key: prefix + (names[key] or "(model)") for key in called if key in names}
         given = {t.untyped_storage().data_ptr() for t in tensors_in(output) if ranges.real_view(t) is not None}
         last = max(self._notes.order.values(), default=0)
         for call in self._calls:
@@ -368,6 +372,17 @@ class Layers:
 
     def _chosen(self, watch: OptimizerWatch, notes: LayerSamples) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters to describe, from the first layer that is called to the last."""
+        known = self._described
+        if not notes.order and known is not None and known[:2] == (watch.index, watch.key):
+            table = dict(zip(watch.names, watch.params, strict=True))
+            return [(name, table[name]) for name in known[2]]
+        rows = self._rows(watch, notes)
+        if not notes.order:
+            self._described = watch.index, watch.key, [name for name, _ in rows]
+        return rows
+
+    @staticmethod
+    def _rows(watch: OptimizerWatch, notes: LayerSamples) -> list[tuple[str, torch.Tensor]]:
         place: dict[int, tuple[int, int]] = {}
         for wrapper in watch.wrappers:
             module = wrapper.module()

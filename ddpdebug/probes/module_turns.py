@@ -28,6 +28,7 @@ class Turns:
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
         self._step, self._checks = -1, -1
+        self.names: dict[int, str] = {}  # by the number of a module; of those that live
         self._blocks: Sequence[weakref.ref[torch.nn.Module]] = ()
         self._leaves: Sequence[weakref.ref[torch.nn.Module]] = ()
         self._suspects: Sequence[weakref.ref[torch.nn.Module]] = ()
@@ -67,7 +68,9 @@ class Turns:
         self._suspects = [weakref.ref(part) for part in inside[:_MAX_SUSPECTS]]
 
     def _list(self, root: torch.nn.Module) -> None:
-        parts = list(internals.modules(root))
+        named = list(internals.named_modules(root))
+        self.names = {id(part): name for name, part in named}
+        parts = [part for _, part in named]
         self._blocks = [weakref.ref(part) for part in parts[1:] if not internals.is_leaf(part)]
         self._leaves = [weakref.ref(part) for part in parts[1:] if internals.is_leaf(part)]
 

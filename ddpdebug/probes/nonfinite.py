@@ -148,7 +148,9 @@ class Numerics:
             self._probe.end(root, looks.prefix)
             if self._samples:
                 self._samples = False
-                self._guard.run("probe:layers", self.layers.end, root, looks.prefix, event.outputs())
+                turns = self._probe.turns(root)
+                names = None if turns is None else turns.names
+                self._guard.run("probe:layers", self.layers.end, root, looks.prefix, event.outputs(), names)
         looks.forwards += 1
         tensors = event.outputs()[:_MAX_OUTPUTS]
         looks.outputs = [internals.Memory(tensor) for tensor in tensors if internals.is_plain(tensor)]
