@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -130,6 +132,35 @@ def test_few_gradients_are_hooked_where_a_step_is_not_checked(tmp_path: Path, mo
     assert [len(own) for own in hooked] == [200, 64, 64, 200, 64]
     assert {0, 199} <= set(hooked[1])
     del model, optimizer
+
+
+def calls_of(size: int, out: Path) -> int:
+    """Return how often functions of ddpdebug are called in steps that are not checked, of a model of that size."""
+    model = nn.parallel.DistributedDataParallel(model_of(size, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = cProfile.Profile()
+    with ddpdebug.watch(model, optimizer, out=out, metrics="off", quiet=True):
+        for step in range(10):
+            if step == 6:  # what is looked at once is over
+                profile.enable()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        profile.disable()
+    home = str(Path(ddpdebug.__file__).parent)
+    codes = ((entry.code, entry.callcount) for entry in profile.getstats())
+    return sum(count for code, count in codes if isinstance(code, CodeType) and code.co_filename.startswith(home))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_step_that_is_not_checked_does_nothing_for_each_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the modules and parameters are no reason to call more."""
+    monkeypatch.setattr(Schedule, "due", lambda _self, _optimizer, step: not step)
+    small, large = calls_of(10, tmp_path / "small"), calls_of(20, tmp_path / "large")
+    assert small
+    assert abs(large - small) < 200  # less than one for each module more, in four steps
 
 
 @pytest.mark.usefixtures("group")
