@@ -62,7 +62,7 @@ class ModuleCalls:
         known = dict.fromkeys((*self._before, *self._after, *hooks))
         self._before = tuple(hook for hook in known if hook.is_on and not hook.is_after)
         self._after = tuple(hook for hook in known if hook.is_on and hook.is_after)
-        self.idle = self.closed or all(hook.of is not None for hook in (*self._before, *self._after))
+        self.idle = self.closed or all([hook.of is not None for hook in (*self._before, *self._after)])
         some = [] if self.closed else [key for hook in (*self._before, *self._after) for key in hook.of or ()]
         if some or self._some:
             self._some = bool(some)
