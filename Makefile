@@ -124,6 +124,8 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) benchmarks/short_steps.py
 	$(PYTHON) benchmarks/scaling.py
 	$(PYTHON) benchmarks/check.py
+	$(PYTHON) benchmarks/modules.py
+	$(PYTHON) benchmarks/modules.py --ddp
 	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/scrapes.py
 	$(PYTHON) benchmarks/notes.py

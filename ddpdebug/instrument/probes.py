@@ -73,6 +73,7 @@ class Probes:
         replay: code of the script's may run a second time, in copies of the process.
         want_norms: a comparison with a tolerance needs numbers, not digests.
         validation_loss: where validation losses are read, as the setting says.
+        looks_at_all: tells whether a check looks at all modules, however many there are.
     """
 
     def __init__(  # noqa: PLR0913 - what they depend on
@@ -92,6 +93,7 @@ class Probes:
         replay: bool = True,
         want_norms: bool = False,
         validation_loss: str = "modules",
+        looks_at_all: Callable[[], bool] = lambda: False,
     ) -> None:
         self._guard, self._stop, self.entries = guard, stop, entries_of(guard)
         self.bus, self.state = Bus(guard), StepState()
@@ -103,7 +105,16 @@ class Probes:
         self.buffers = Buffers(bus, state, guard)
         self.calls = LoopCalls(bus, state, announce)
         self.loaders = Loaders(bus, state, announce)
-        self.numerics = Numerics(bus, state, guard, self.calls, self.captures, on=vote is not None, every_step=voting)
+        self.numerics = Numerics(
+            bus,
+            state,
+            guard,
+            self.calls,
+            self.captures,
+            on=vote is not None,
+            every_step=voting,
+            looks_at_all=looks_at_all,
+        )
         self.hooks = GradientHooks(state, guard, self.numerics)
         self.models = Models(bus, state, guard, announce, self.hooks)
         self.recorder = Recorder(

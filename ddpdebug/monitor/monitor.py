@@ -188,6 +188,7 @@ class Monitor:
             replay=config.replay == "child",
             want_norms=config.tolerance is not None,
             validation_loss=config.validation_loss,
+            looks_at_all=lambda: self.schedule.every_step,
         )
         self.fanout: Fanout | None = None
         self.directory: Path | None = None

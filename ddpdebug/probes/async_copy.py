@@ -21,6 +21,9 @@ LaterFloats = Callable[[], list[float]]
 
 #: Classes of tensors that are parts, or that a collective may still be writing: to wait for it is the job's matter.
 _PARTS = ("DTensor", "ShardedTensor", "AsyncCollectiveTensor")
+#: So many numbers are read by one operation.
+_MANY = 16
+_USUAL = fingerprint.PLAIN | {type(None)}
 
 
 def _detached_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -64,11 +67,12 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
 
     What is this rank's part of something has the same digest on all ranks, since nobody else has that part.
     """
-    parts = {i for i, tensor in enumerate(tensors) if _is_part(tensor)}
+    usual = {*map(type, tensors)} <= _USUAL
+    parts = set() if usual else {i for i, tensor in enumerate(tensors) if _is_part(tensor)}
     if parts:
         rest = digests([None if i in parts else tensor for i, tensor in enumerate(tensors)])
         return lambda: [fingerprint.NO_DATA if i in parts else value for i, value in enumerate(rest())]
-    if all([t is None or t.device.type == "cpu" for t in tensors]):
+    if False not in {t is None or t.is_cpu for t in tensors}:
         values = fingerprint.fingerprints([t for t in tensors if t is not None])
         if len(values) != len(tensors):
             given = iter(values)
@@ -125,10 +129,26 @@ def _read(found: list[int], copies: Sequence[tuple[list[int], torch.Tensor, Call
 
 def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
     """Like `digests`, but large tensors are only sampled; None where that is not cheap (not on the CPU)."""
-    if any([t.device.type != "cpu" for t in tensors]):
+    if False in {t.is_cpu for t in tensors}:
         return None
-    values = [fingerprint.NO_DATA if _is_part(t) else fingerprint.glance(t) for t in tensors]
+    small = False not in {t.nbytes <= fingerprint.GLANCE_BYTES for t in tensors}
+    if small and {*map(type, tensors)} <= fingerprint.PLAIN:
+        values = fingerprint.fingerprints(tensors)
+    else:
+        values = [fingerprint.NO_DATA if _is_part(t) else fingerprint.glance(t) for t in tensors]
     return lambda: values
+
+
+def digests_and_glances(tensors: Sequence[torch.Tensor]) -> tuple[Later, Later | None]:
+    """Return `digests` and `glances` of tensors; what a glance reads whole is read once."""
+    later = digests(tensors)
+    if False in {t.is_cpu for t in tensors}:
+        return later, None
+    values = [
+        digest if tensor.nbytes <= fingerprint.GLANCE_BYTES or _is_part(tensor) else fingerprint.glance(tensor)
+        for tensor, digest in zip(tensors, later(), strict=True)
+    ]
+    return later, lambda: values
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
@@ -147,7 +167,7 @@ def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
         return read_all
     if scalars[0].device.type == "cpu":
         # small tensors that outlive the step would keep the C library's heap from using again what lies around them
-        values = [float(s) for s in scalars]
+        values = [float(s) for s in scalars] if len(scalars) < _MANY else torch.stack(list(scalars)).tolist()
         return lambda: values
     by_dtype: dict[torch.dtype, list[int]] = {}  # a conversion of each one by itself would be a launch each
     for i, scalar in enumerate(scalars):

@@ -41,6 +41,8 @@ from ddpdebug.probes.training_events import (
 MAX_CAPTURES = 8
 _BUFFER_BYTES = 1 << 20
 _MAX_VERSIONS = 16
+#: Buffers that are copied in a step that is not checked.
+_MAX_BUFFERS = 256
 _REFRESH = 100
 
 
@@ -54,7 +56,7 @@ class ForwardCapture:
     rng: RandomState
     autocast: Autocast
     names: tuple[str, ...] = ()  # of the modules, in the order of `modes`
-    modes: bytes = b""
+    read_modes: Callable[[], bytes] = bytes
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # copies, of those that forward writes
     buffers_lost: int = 0  # buffers that forward writes and that were too large to copy
     versions: list[tuple[str, Callable[[], int | None], int]] = field(default_factory=list)  # name, now, then
@@ -79,6 +81,11 @@ class ForwardCapture:
     def kwargs(self) -> dict[str, Any]:
         """Return the named arguments likewise."""
         return {key: fetch(value) for key, value in self.given[1].items()}
+
+    @property
+    def modes(self) -> bytes:
+        """Return train/eval of every module: as a checked forward found them, of another one as they are now."""
+        return self.read_modes()
 
     @property
     def location(self) -> str | None:
@@ -115,10 +122,11 @@ class ForwardCaptures:
         """Keep the forwards of a training loop from here on."""
 
         def prepared(event: ForwardPrepared) -> None:
-            self.begin(internals.unwrap_compiled(event.ddp.module), event.args, event.kwargs, state.next_step())
+            module = internals.unwrap_compiled(event.ddp.module)
+            self.begin(module, event.args, event.kwargs, state.next_step(), checked=state.checking)
 
         def begins(event: ModuleForwardBegan) -> None:
-            self.begin(event.module, event.args, event.kwargs, state.next_step())
+            self.begin(event.module, event.args, event.kwargs, state.next_step(), checked=state.checking)
 
         self.guard.when_off("probe:scene", self.clear)
         bus.on("probe:scene", ForwardPrepared, prepared)
@@ -128,12 +136,24 @@ class ForwardCaptures:
         bus.on("probe:scene", StepClosed, lambda _: self.next_step())
         bus.on("probe:scene", StepPassed, lambda _: self.next_step())
 
-    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
-        """Note the beginning of a forward; only of one with gradients."""
+    def begin(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        step: int,
+        *,
+        checked: bool = True,
+    ) -> None:
+        """Note the beginning of a forward; only of one with gradients.
+
+        Args:
+            checked: the step is, so that each module may be looked at.
+        """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         model = self._model(module)
-        if model.refresh_sometimes(module):
+        if model.refresh_sometimes(module, checked=checked):
             self.room.fit(sum(known.nbytes for known in self._models.values()))
         if len(self.current) == MAX_CAPTURES:
             self.dropped += 1
@@ -149,7 +169,7 @@ class ForwardCaptures:
             rng=RandomState.now(),
             autocast=Autocast.now(model.device),
             names=model.names,
-            modes=model.modes(),
+            read_modes=model.modes(checked=checked),
             number=len(self.current) + self.dropped,
             called_at=None if frame is None else (frame.f_code.co_filename, frame.f_lineno),
             caller=None if frame is None else (frame.f_code, frame.f_globals),
@@ -159,7 +179,7 @@ class ForwardCaptures:
         named = [(path, v) for path, v in leaves((args, kwargs)) if issubclass(type(v), torch.Tensor)]
         self._hold_inputs(capture, [(tensor, kept.get(id(tensor))) for _, tensor in named])
         inputs = [(path, known.version) for path, v in named if type(known := kept.get(id(v))) is KeptTensor]
-        model.copy_buffers(capture)
+        model.copy_buffers(capture, checked=checked)
         if not self._held(capture, dict([storage_of(buffer) for buffer in capture.buffers.values()])):
             capture.buffers_lost += len(capture.buffers)
             capture.buffers.clear()
@@ -327,6 +347,10 @@ class _KeepGradient:
             captures.keep_gradient(capture, self._position, gradient)
 
 
+#: Name of a buffer, name of its module, its module, its name there.
+_Buffer = tuple[str, str, weakref.ref[torch.nn.Module], str]
+
+
 class _Model:
     """The lists of a model's parts, made seldom, because walking a module tree takes long. Holds everything weakly."""
 
@@ -336,17 +360,19 @@ class _Model:
         self.names: tuple[str, ...] = ()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._parameters: list[tuple[str, Callable[[], int | None]]] = []
-        self._buffers: list[tuple[str, str, weakref.ref[torch.nn.Module], str]] = []
+        self._buffers: list[_Buffer] = []
+        self._copied: list[_Buffer] = []  # of these, those that forward writes
         self._written: set[str] = set()  # names of modules whose forward writes buffers
-        self._before: list[int | None] = []
+        self._before: list[tuple[_Buffer, int | None]] = []
         self._uses = 0
 
-    def refresh_sometimes(self, module: torch.nn.Module) -> bool:
+    def refresh_sometimes(self, module: torch.nn.Module, *, checked: bool) -> bool:
         """Walk the tree anew at the first forward, and from time to time, since users change models; tell if so."""
-        if self._uses % _REFRESH and all([ref() is not None for ref in self._modules]):
-            self._uses += 1
-            return False
         self._uses += 1
+        stale = checked and (self._uses > _REFRESH or any([ref() is None for ref in self._modules]))
+        if self._modules and not stale:
+            return False
+        self._uses = 0
         named = list(internals.named_modules(module))
         self.names = tuple(name for name, _ in named)
         self._modules = [weakref.ref(m) for _, m in named]
@@ -365,29 +391,41 @@ class _Model:
         ]
         # Batch normalisation writes its statistics without telling the version counter.
         self._written |= {name for name, m in named if "running_mean" in internals.own_buffers(m)}
+        self._choose()
         self.nbytes = sum(dict(storage_of(p) for _, p in parameters).values())
         return True
 
-    def modes(self) -> bytes:
-        """Return train/eval of every module."""
-        found = [ref() for ref in self._modules]
-        return bytes([m is not None and m.training for m in found])
+    def modes(self, *, checked: bool) -> Callable[[], bytes]:
+        """Return what returns train/eval of every module: of a checked forward as it is now."""
+        modules = self._modules  # replaced as a whole
+
+        def read() -> bytes:
+            return bytes([m is not None and m.training for m in [ref() for ref in modules]])
+
+        if not checked:
+            return read
+        found = read()
+        return lambda: found
 
     def parameters(self) -> Sequence[tuple[str, Callable[[], int | None]]]:
         """Return what reads the versions of a bounded number of parameters: an optimizer step shows in any of them."""
         return self._parameters
 
-    def copy_buffers(self, capture: ForwardCapture) -> None:
-        """Copy the buffers that forward writes, and note the versions of the others."""
+    def copy_buffers(self, capture: ForwardCapture, *, checked: bool) -> None:
+        """Copy the buffers that forward writes, and in a checked step note the versions of the others."""
         self._before = []
         names, buffers = [], []
         room = _BUFFER_BYTES
-        for name, owner, ref, key in self._buffers:
-            buffer = _buffer(ref(), key)
-            if buffer is None or owner not in self._written:
-                self._before.append(None if buffer is None else internals.version_of(buffer))
+        copied = self._copied
+        if checked:
+            rest = ((row, _buffer(row[2](), row[3])) for row in self._buffers if row[1] not in self._written)
+            self._before = [(row, internals.version_of(buffer)) for row, buffer in rest if buffer is not None]
+        elif len(copied) > _MAX_BUFFERS:
+            capture.buffers_lost += len(copied) - _MAX_BUFFERS
+            copied = copied[:_MAX_BUFFERS]
+        for name, _, ref, key in copied:
+            if (buffer := _buffer(ref(), key)) is None:
                 continue
-            self._before.append(None)
             room -= buffer.nbytes
             if room >= 0 and buffer.device.type == "cpu":
                 names.append(name)
@@ -398,11 +436,16 @@ class _Model:
 
     def learn(self) -> None:
         """Find out which modules' forward has written buffers."""
-        for (_, owner, ref, key), before in zip(self._buffers, self._before, strict=False):
+        for (_, owner, ref, key), before in self._before:
             if before is not None:
                 buffer = _buffer(ref(), key)
                 if buffer is not None and internals.version_of(buffer) != before:
                     self._written.add(owner)
+        if self._before:
+            self._choose()
+
+    def _choose(self) -> None:
+        self._copied = [row for row in self._buffers if row[1] in self._written]
 
 
 def _drop(models: dict[int, _Model], key: int) -> None:

@@ -1,4 +1,8 @@
-"""Sees each gradient of a DDP's parameters while it is still this rank's own: the hook that runs before DDP reduces."""
+"""Sees each gradient of a DDP's parameters while it is still this rank's own: the hook that runs before DDP reduces.
+
+In a step that is not checked all that is wanted is that gradients come, and when the last one does. A few of the hooks
+see that: those of parameters whose gradients came in the last checked step.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,9 @@ from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.nonfinite import Numerics
 from ddpdebug.probes.step_state import StepState
 
+#: Hooks of a DDP in a step that is not checked.
+_FEW = 64
+
 
 class GradientHooks:
     """The hooks on the user's parameters. No event: they are called for each gradient of each step."""
@@ -28,6 +35,9 @@ class GradientHooks:
         self._entries = entries_of(guard)
         self._now = state.clock.now
         self.last_arrival = 0.0  # of a gradient, by the state's clock
+        self._few = False  # not all parameters are hooked
+        self._step = -1
+        self._came: dict[int, dict[int, None]] = {}  # by wrapper: numbers of parameters, as their gradients came
         self._told: Callable[[Wrapper], None] | None = None  # called for each where a device takes times
         internals.leave_uncompiled(on_gradient)
 
@@ -44,6 +54,30 @@ class GradientHooks:
         self._owners[key] = wrapper
         self._handles[key] = self._entries.on_gradient(parameter, on_gradient, weakref.ref(self), key)
 
+    def switch(self) -> None:
+        """Hook as many parameters as the step that begins needs."""
+        if self._state.checking == (not self._few):
+            return
+        self._few = not self._state.checking
+        if self._few:
+            self._thin()
+            return
+        for wrapper in self._state.wrappers:
+            module = wrapper.module()
+            for parameter in () if module is None else internals.parameters(module):
+                if self._owners.get(id(parameter)) is wrapper:
+                    self.add(parameter, wrapper)
+
+    def _thin(self) -> None:
+        """Of many parameters whose gradients came keep the hooks of the first, the last and some in between."""
+        for index, keys in self._came.items():
+            came = [key for key in keys if key in self._handles and self._owners[key].index == index]
+            few = min(_FEW, len(came))
+            kept = {came[i * (len(came) - 1) // max(1, few - 1)] for i in range(few)}
+            for key in came:
+                if key not in kept:
+                    self._handles.pop(key).remove()
+
     def tell(self, look: Callable[[Wrapper], None] | None) -> None:
         """Call somebody for each gradient, or no longer."""
         self._told = look
@@ -58,6 +92,7 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self._owners.clear()
+        self._came.clear()
 
     def arrived(self, key: int, parameter: torch.Tensor) -> None:
         """Note a gradient of a known parameter; its object in Python is made only where the gradient is looked at."""
@@ -68,7 +103,13 @@ class GradientHooks:
         if self._told is not None:
             self._told(wrapper)
         wrapper.arrived = True  # by whatever thread: torch's own work for the one that called backward
-        if wrapper.armed and self._state.checking:
+        if not self._state.checking:
+            return
+        if self._step != self._state.since.number:
+            self._step = self._state.since.number
+            self._came = {}
+        self._came.setdefault(wrapper.index, {})[key] = None
+        if wrapper.armed:
             self._run("probe:gradients", self._note, wrapper, key, parameter)
 
     def _note(self, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:

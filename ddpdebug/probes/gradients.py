@@ -54,7 +54,7 @@ def note_local(since: SinceLastStep, wrapper: Wrapper, key: int, grad: torch.Ten
     """Sum a gradient that is still this rank's own, in the hook that runs before DDP reduces; return its norm."""
     if grad is None or not _summable(grad):
         return None
-    own = grad.detach()
+    own = grad.detach() if grad.requires_grad else grad
     norm = _norm(own)
     since.parts[GradientSums].local[key] = (_sum(own) if wrapper.sums(key, since.number) else None, norm)
     return norm
@@ -65,21 +65,22 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
     ddp = wrapper.ref()
     if ddp is None:
         return
-    taken: list[tuple[int, torch.Tensor, Any, int, Any]] = []
+    trainable, step = wrapper.trainable, since.number
     with torch.no_grad():
-        for parameter in internals.parameters(ddp.module):
-            grad = parameter.grad
-            if grad is None or id(parameter) not in wrapper.trainable or not _summable(grad):
-                continue
-            grad, digest, glance = grad.detach(), 0, 0
-            if grad.device.type == "cpu":
-                digest, glance = fingerprint.fingerprint(grad), fingerprint.glance(grad)
-            total = _sum(grad) if wrapper.sums(id(parameter), since.number) else None
-            key = (id(parameter.grad), grad.data_ptr(), internals.version_of(grad), glance)
-            taken.append((id(parameter), grad, total, digest, key))
-        norms = norms_of([grad for _, grad, *_ in taken])
+        rows = [(id(p), p.grad) for p in internals.parameters(ddp.module) if p.grad is not None and id(p) in trainable]
+        if not (alike := internals.are_alike([grad for _, grad in rows])):
+            rows = [(number, grad) for number, grad in rows if _summable(grad)]
+        grads = [grad for _, grad in rows]
+        norms = _norms_of_alike(grads) if alike else norms_of(grads)
+        if False not in {grad.is_cpu for grad in grads}:
+            digests = fingerprint.fingerprints(grads)
+        else:
+            digests = [fingerprint.fingerprint(grad) if grad.is_cpu else 0 for grad in grads]
         noted = since.parts[GradientSums].reduced
-        for (number, _, total, digest, key), norm in zip(taken, norms, strict=True):
+        for (number, grad), digest, norm in zip(rows, digests, norms, strict=True):
+            glance = digest if not digest or grad.nbytes <= fingerprint.GLANCE_BYTES else fingerprint.glance(grad)
+            total = _sum(grad) if wrapper.sums(number, step) else None
+            key = (id(grad), grad.data_ptr(), internals.version_of(grad), glance)
             noted[number] = Reduced(total, norm, digest, key)
 
 
@@ -106,9 +107,11 @@ def digests_at_step(
     if not rest:
         values = list(known.values())
         return (lambda: values), [], list
-    dense = [(position, grad) for position, grad in rest if internals.is_plain(grad)]
-    norms = device.numbers(norms_of([grad for _, grad in dense]))
-    later = device.digests([grad for _, grad in rest])
+    grads = [grad for _, grad in rest]
+    alike = internals.are_alike(grads)
+    dense = rest if alike else [(position, grad) for position, grad in rest if internals.is_plain(grad)]
+    norms = device.numbers(_norms_of_alike(grads) if alike else norms_of([grad for _, grad in dense]))
+    later = device.digests(grads)
     number, positions = len(parameters), [position for position, _ in rest]
 
     def read() -> list[int]:  # holds no gradient: the record that has it stays for hundreds of steps
@@ -124,7 +127,9 @@ def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `norm_of` each tensor; for what is on a device a few launches take all of a dtype."""
+    """Return `norm_of` each tensor; one call takes many that are alike, a few launches what is on a device."""
+    if internals.are_alike(tensors):
+        return _norms_of_alike(tensors)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if _is_one_of_many(tensor):
@@ -134,6 +139,11 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         norms = internals.norms_there([tensors[i].detach() for i in some], _norm_dtype(dtype))
         found.update(zip(some, norms, strict=True))
     return [found[i] if i in found else norm_of(tensor) for i, tensor in enumerate(tensors)]
+
+
+def _norms_of_alike(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(internals.norms_there(tensors, tensors[0].dtype))
 
 
 def _is_one_of_many(tensor: torch.Tensor) -> bool:

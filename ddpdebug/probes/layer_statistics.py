@@ -166,15 +166,23 @@ class Layers:
         self._seen: dict[int, tuple[internals.Seen, int | None]] = {}
         self._times: dict[int, int] = {}
         self._stride, self._leaves, self._convolution = 1, 0, False
+        self._only: frozenset[int] | None = None  # numbers of the modules that are described; None takes some in order
         self._alive: dict[str, deque[tuple[int, torch.Tensor]]] = {}
         self._blocks: list[torch.Tensor] = []
         self._symmetry: list[torch.Tensor] = []
         self._begun: set[int] = set()
+        self._described: tuple[int, tuple[int, ...], list[str]] | None = None  # of an optimizer, with its table's key
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def begin(self, since: SinceLastStep, root: torch.nn.Module) -> bool:
-        """Decide about a checked training forward; return whether its module calls are wanted."""
+    def begin(
+        self, since: SinceLastStep, root: torch.nn.Module, layers: Sequence[torch.nn.Module] | None = None
+    ) -> bool:
+        """Decide about a checked training forward; return whether its module calls are wanted.
+
+        Args:
+            layers: the calls of these alone are seen, of a model of many modules.
+        """
         if since.number != self._number:
             self._number, self._count = since.number, self._count + 1
         self.sampling = is_due(self._count)
@@ -183,13 +191,14 @@ class Layers:
         self.forget()
         self._notes = LayerSamples()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        leaves = sum(internals.is_leaf(module) for module in internals.modules(root))
-        self._stride, self._leaves = max(1, math.ceil(leaves / MAX_CALLS)), 0
+        self._only = None if layers is None else frozenset(map(id, layers))
+        parts = internals.modules(root) if layers is None else layers
+        self._stride, self._leaves = max(1, math.ceil(sum(map(internals.is_leaf, parts)) / MAX_CALLS)), 0
         return rank < _RANKS
 
     def look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Take the statistics of one module call; containers only hand on what their children gave."""
-        if not internals.is_leaf(module):
+        if not internals.is_leaf(module) or (self._only is not None and id(module) not in self._only):
             return
         own = internals.own_parameters(module)
         self._leaves += 1
@@ -247,11 +256,14 @@ class Layers:
         self._numbers.append(number)
         return _Number(len(self._numbers) - 1)
 
-    def end(self, root: torch.nn.Module, prefix: str, output: Any) -> None:
-        """Note what was seen, under the modules' paths."""
+    def end(self, root: torch.nn.Module, prefix: str, output: Any, names: Mapping[int, str] | None = None) -> None:
+        """Note what was seen, under the modules' paths; `names` are those in `root`, by the modules' numbers."""
         if not self._calls:
             return
-        paths = {id(module): prefix + (name or "(model)") for name, module in internals.named_modules(root)}
+        if names is None:
+            names = {id(module): name for name, module in internals.named_modules(root)}
+        called = {id(call.module) for call in self._calls}
+        paths = {key: prefix + (names[key] or "(model)") for key in called if key in names}
         given = {t.untyped_storage().data_ptr() for t in tensors_in(output) if ranges.real_view(t) is not None}
         last = max(self._notes.order.values(), default=0)
         for call in self._calls:
@@ -322,6 +334,8 @@ class Layers:
         if not self.sampling or not record.checked or record.flags & (Flag.CLOSURE | Flag.SKIPPED):
             return
         notes, self._notes = self._notes, LayerSamples(order=self._notes.order)
+        if self._only is not None:  # of many layers the order is that of their registration
+            notes.order = {}
         if dist.is_initialized() and dist.get_rank() != 0:
             record.parts[LayerSamples] = notes
             return
@@ -358,6 +372,17 @@ class Layers:
 
     def _chosen(self, watch: OptimizerWatch, notes: LayerSamples) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters to describe, from the first layer that is called to the last."""
+        known = self._described
+        if not notes.order and known is not None and known[:2] == (watch.index, watch.key):
+            table = dict(zip(watch.names, watch.params, strict=True))
+            return [(name, table[name]) for name in known[2]]
+        rows = self._rows(watch, notes)
+        if not notes.order:
+            self._described = watch.index, watch.key, [name for name, _ in rows]
+        return rows
+
+    @staticmethod
+    def _rows(watch: OptimizerWatch, notes: LayerSamples) -> list[tuple[str, torch.Tensor]]:
         place: dict[int, tuple[int, int]] = {}
         for wrapper in watch.wrappers:
             module = wrapper.module()

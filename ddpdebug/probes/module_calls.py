@@ -39,9 +39,11 @@ class ModuleCalls:
 
     def __init__(self, guard: Guard, threads: Threads) -> None:
         self.idle, self.closed = True, False  # nothing looks at all modules; nothing looks at any
-        self.of: dict[int, tuple[OneModule, ...]] = {}  # id of a module whose calls are looked at, and by what else
+        #: Id of a module whose calls are looked at -> what else does; None where hooks alone do.
+        self.of: dict[int, tuple[OneModule, ...] | None] = {}
         self.guard, self.threads = guard, threads
         self.models: Door | None = None  # looks at the calls of modules that are followed
+        self._some = False  # there are hooks that look at some modules only
         self._before: tuple[ModuleHook, ...] = ()
         self._after: tuple[ModuleHook, ...] = ()
 
@@ -49,18 +51,23 @@ class ModuleCalls:
 
     def follow(self, module: torch.nn.Module) -> None:
         """Let `models` see the calls of a module; it has to know by itself which one it is."""
-        self.of.setdefault(id(module), ())
+        self.of[id(module)] = self.of.get(id(module)) or ()
 
     def unfollow(self) -> None:
         """Let `models` see no calls any more."""
-        self.of = {key: looks for key, looks in self.of.items() if looks}
+        self.of = {key: looks for key, looks in self.of.items() if looks or looks is None}
 
     def tidy(self, *hooks: ModuleHook) -> None:
         """Let the hooks that are on see the calls of all modules: these and those that did before."""
         known = dict.fromkeys((*self._before, *self._after, *hooks))
         self._before = tuple(hook for hook in known if hook.is_on and not hook.is_after)
         self._after = tuple(hook for hook in known if hook.is_on and hook.is_after)
-        self.idle = self.closed or not (self._before or self._after)
+        self.idle = self.closed or all([hook.of is not None for hook in (*self._before, *self._after)])
+        some = [] if self.closed else [key for hook in (*self._before, *self._after) for key in hook.of or ()]
+        if some or self._some:
+            self._some = bool(some)
+            others = {key: looks for key, looks in self.of.items() if looks is not None}
+            self.of = {**dict.fromkeys(some), **others}
 
     def close(self) -> None:
         """Look no more."""
@@ -123,12 +130,12 @@ class OneModule:
         self.part, self.look, self.module = part, look, weakref.ref(module)
         self._calls, self._key = calls, id(module)
         if not calls.closed:
-            calls.of[self._key] = (*calls.of.get(self._key, ()), self)
+            calls.of[self._key] = (*(calls.of.get(self._key) or ()), self)
 
     def remove(self) -> None:
         """Look no more."""
-        if self._key in self._calls.of:
-            self._calls.of[self._key] = tuple(one for one in self._calls.of[self._key] if one is not self)
+        if looks := self._calls.of.get(self._key):
+            self._calls.of[self._key] = tuple(one for one in looks if one is not self)
 
 
 class ModuleHook:
@@ -140,10 +147,17 @@ class ModuleHook:
         self.is_on, self.is_after, self.always_called = False, is_after, always_called
         self._calls, self._part, self._look = calls, part, look
         self._kinds: frozenset[type] = frozenset()
+        self.of: frozenset[int] | None = None  # numbers of the modules that it looks at; None looks at all
 
-    def on(self, kinds: Iterable[type] = ()) -> None:
-        """Look from here on, at modules of these classes and of those that inherit from them; at all without any."""
+    def on(self, kinds: Iterable[type] = (), modules: Iterable[torch.nn.Module] | None = None) -> None:
+        """Look from here on, at modules of these classes and of those that inherit from them; at all without any.
+
+        Args:
+            modules: look at these only; whoever gives them sees to it that they live until `off`.
+        """
         self._kinds = frozenset(kinds)
+        if not self.is_on:
+            self.of = None if modules is None else frozenset(map(id, modules))
         if not self.is_on and not self._calls.closed:
             self.is_on = True
             self._calls.tidy(self)
@@ -157,6 +171,8 @@ class ModuleHook:
     def look(self, *args: Any) -> None:
         """Let the probe look at one call; nothing of it changes."""
         guard = self._calls.guard
+        if self.of is not None and id(args[0]) not in self.of:
+            return
         if self._kinds and self._kinds.isdisjoint(type(args[0]).__mro__):
             return
         if self._part in guard.off:

@@ -1,9 +1,10 @@
-"""Looks at the output of every module call of a checked forward: one pass over each tensor, no wait for a device.
+"""Looks at the outputs of the module calls of a checked forward: one pass over each tensor, no wait for a device.
 
-One look at the calls of all modules (`module_calls.py`), on only while a checked training forward runs: nothing
+One look at the calls of modules (`module_calls.py`), on only while a checked training forward runs: nothing
 is left on the user's modules, modules that are added later or called twice are seen like any other, and neither an
-evaluation nor the recomputation of activation checkpointing meets it. Once `torch.compile` is in use it is not put in
-place at all, because it would get into the graph; then only what the model returns is looked at.
+evaluation nor the recomputation of activation checkpointing meets it. Of a model of many modules each check looks at
+some, in turn (`Turns`). Once `torch.compile` is in use it is not put in place at all, because it would get into the
+graph; then only what the model returns is looked at.
 
 On the CPU a call is judged at once, while its inputs are still there; on a device the ranges stay where they are, to be
 read later in the background thread.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.module_turns import Turns
 from ddpdebug.probes.nonfinite_notes import Looks
 from ddpdebug.schema.details import ModuleCall, NearLimit
 
@@ -43,9 +45,13 @@ class ForwardProbe:
 
     Args:
         guard: what the hook runs under.
+        looks_at_all: tells whether each check looks at all modules, however many there are.
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, looks_at_all: Callable[[], bool] = lambda: False) -> None:
+        self._looks_at_all = looks_at_all
+        self._turns: Turns | None = None
+        self._last: tuple[int, int, int | None] | None = None  # which result of which node was looked at last
         self._guard = guard
         self._also: Look | None = None
         self._hook = entries_of(guard).after_modules("probe:modules", self._on_call)
@@ -61,17 +67,32 @@ class ForwardProbe:
         self._history: dict[str, deque[tuple[int, float]]] = {}
         self._halves: dict[int, tuple[torch.nn.Module, float]] = {}
 
-    def begin(self, looks: Looks, step: int, also: Look | None = None) -> None:
+    def turns(self, root: torch.nn.Module) -> Turns | None:
+        """Return the order in which the modules of a model are looked at; None where all are, in each check."""
+        if self._looks_at_all():
+            return None
+        if self._turns is None or not self._turns.is_of(root):
+            self._turns = Turns(root)
+        return self._turns if self._turns.needed else None
+
+    def begin(
+        self,
+        looks: Looks,
+        step: int,
+        also: Look | None = None,
+        modules: Iterable[torch.nn.Module] | None = None,
+    ) -> None:
         """Watch from here to `end`.
 
         Args:
             also: sees this forward's calls too.
+            modules: the calls of these alone are looked at.
         """
         self.abort()
         self._also = also
         self._looks, self._micro_batch, self._step = looks, looks.forwards, step
-        self._order = 0
-        self._hook.on()
+        self._order, self._last = 0, None
+        self._hook.on(modules=modules)
 
     def abort(self) -> None:
         """Stop watching, and forget what was seen."""
@@ -94,6 +115,8 @@ class ForwardProbe:
             bad = [(chain if any([m is root for m in chain]) else [root, *chain], entry) for chain, entry in self._bad]
             calls = [ModuleCall(**_place(root, prefix, chain, path) | entry) for chain, entry in bad]
             looks.forward += calls[: _MAX_BAD - len(looks.forward)]
+            if self._turns is not None and self._turns.is_of(root):
+                self._turns.suspect([chain[-1] for chain, _ in bad])
             if self._pending:
                 looks.later.append(_later([({"module": path(m), **e}, a, b) for m, e, a, b in self._pending]))
         self.abort()
@@ -110,16 +133,35 @@ class ForwardProbe:
             self._looks.near.append(NearLimit(module=name, **entry, history=tuple(self._history.get(name, ()))))
 
     def _on_call(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._look(module, args, output)
-        if self._also is not None:
-            self._guard.run("probe:layers", self._also, module, args, output)
-
-    def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._bad and not internals.is_leaf(module):
             self._enclose(module)
         key = id(module)
         call = self._calls[key] = self._calls.get(key, -1) + 1
         self._order += 1
+        if not self._is_known_or_finite(output):
+            self._look(module, args, output, call)
+        if self._also is not None:
+            self._guard.run("probe:layers", self._also, module, args, output)
+
+    def _is_known_or_finite(self, output: Any) -> bool:
+        """Tell whether an output of the usual kind is finite, or the one that was looked at last: makes no object.
+
+        A container hands on what its last child gave: the same result of the same node.
+        """
+        if type(output) is not torch.Tensor or output.dtype not in _FLOATS or not output.is_cpu:
+            return False
+        node = output.grad_fn
+        if node is None:
+            return False
+        last = (internals.sequence_of(node), output.output_nr, internals.version_of(output))
+        if last == self._last:
+            return True
+        if not ranges.is_surely_finite(output):
+            return False
+        self._last = last
+        return True
+
+    def _look(self, module: torch.nn.Module, args: Any, output: Any, call: int) -> None:
         tensors = (output,) if is_a(output, torch.Tensor) else tensors_in(output)
         for position, tensor in enumerate(tensors):
             if self._known(tensor):

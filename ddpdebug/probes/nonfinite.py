@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.probes import inputs, loss_line, ranges, training_events as events
 from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.forward_capture import ForwardCaptures
-from ddpdebug.probes.layer_statistics import Layers, LayerSamples
+from ddpdebug.probes.layer_statistics import MAX_CALLS, Layers, LayerSamples
 from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.module_outputs import ForwardProbe
 from ddpdebug.probes.nonfinite_detail import complete, is_bad_call, summary
@@ -53,9 +53,10 @@ class Numerics:
         captures: keeps the forwards for a replay.
         on: false looks at nothing (`--guard off`).
         every_step: a vote on each step wants to know of every step.
+        looks_at_all: tells whether a check looks at all modules, however many there are.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it depends on
         self,
         bus: Bus,
         state: StepState,
@@ -65,6 +66,7 @@ class Numerics:
         *,
         on: bool = True,
         every_step: bool = False,
+        looks_at_all: Callable[[], bool] = lambda: False,
     ) -> None:
         self.inside = False  # a forward that is looked at is running
         self._began: Looks | None = None  # where that forward is noted
@@ -72,7 +74,7 @@ class Numerics:
         self._on, self._every_step = on, every_step
         self.layers = Layers()
         self._samples = False  # layers are sampled in this forward
-        self._probe = ForwardProbe(guard)
+        self._probe = ForwardProbe(guard, looks_at_all)
         self._habits: dict[str, set[str]] = {}  # module -> kinds of non-finite output that healthy steps have too
         self._clean: dict[int, int] = {}  # optimizer -> last step whose gradients were seen to be finite
         self._bad: dict[int, int] = {}  # optimizer -> last step that was not
@@ -122,12 +124,15 @@ class Numerics:
             looks.inputs = inputs.bad(inner, args, kwargs)
         if (later := inputs.bad_later(inner, args, kwargs)) is not None:
             looks.later_inputs.append(later)
-        self._samples = bool(self._guard.run("probe:layers", self.layers.begin, state.since, inner))
+        turns, step = self._probe.turns(inner), state.next_step()
+        layers = None if turns is None else turns.layers(MAX_CALLS)
+        self._samples = bool(self._guard.run("probe:layers", self.layers.begin, state.since, inner, layers))
         self._compiled = self._compiled or internals.anything_compiled()  # a reset of the compiler forgets it
         if self._compiled:
             looks.compiled = True
-        else:
-            self._probe.begin(looks, state.next_step(), self.layers.look if self._samples else None)
+            return
+        modules = None if turns is None else [*turns.now(step), *(layers or () if self._samples else ())]
+        self._probe.begin(looks, step, self.layers.look if self._samples else None, modules)
 
     def _forward_ends(self, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look at what the forward returned."""
@@ -143,7 +148,9 @@ class Numerics:
             self._probe.end(root, looks.prefix)
             if self._samples:
                 self._samples = False
-                self._guard.run("probe:layers", self.layers.end, root, looks.prefix, event.outputs())
+                turns = self._probe.turns(root)
+                names = None if turns is None else turns.names
+                self._guard.run("probe:layers", self.layers.end, root, looks.prefix, event.outputs(), names)
         looks.forwards += 1
         tensors = event.outputs()[:_MAX_OUTPUTS]
         looks.outputs = [internals.Memory(tensor) for tensor in tensors if internals.is_plain(tensor)]
@@ -321,16 +328,18 @@ class Numerics:
     def _before(self, watch: OptimizerWatch, record: StepRecord, *, thoroughly: bool) -> list[str]:
         """Return the parameters that are non-finite although no optimizer has touched them in this step.
 
-        All are looked at where they are few, in the first step and where something is wrong, otherwise those that were
-        bad before.
+        All are looked at in the first step and where something is wrong, those of the optimizer where they are few,
+        otherwise those that were bad before.
         """
         known = self._known.get(watch.index)
         small = record.checked and sum(p.nbytes for p in watch.params) <= _TINY_BYTES
-        thoroughly = thoroughly or bool(record.flags & Flag.FIRST or small)
-        if record.flags & Flag.CLOSURE or not watch.has_raw_gradients or not (thoroughly or known):
+        thoroughly = thoroughly or bool(record.flags & Flag.FIRST)
+        if record.flags & Flag.CLOSURE or not watch.has_raw_gradients or not (thoroughly or small or known):
             return []
-        if thoroughly:
+        if thoroughly or small:
             self._verified[watch.index] = watch.step
+        if small and not thoroughly:
+            return [watch.names[i] for i in ranges.nonfinite(watch.params)]
         module = record.since.parts[Looks].module
         root = module() if module is not None else None
         rows = list(zip(watch.names, watch.params, strict=True))
@@ -376,17 +385,17 @@ class Numerics:
         judgement = record.parts.get(Judgement)
         if judgement is None or not judgement.certain or record.flags & (Flag.GRADS_NONFINITE | Flag.SKIPPED):
             return
-        rows: list[tuple[tuple[str, ...], torch.Tensor]] = [
-            ((name,), p) for name, p in zip(watch.names, watch.params, strict=True)
-        ]
-        rows += [((name, key), t) for (name, key), t in zip(keys, tensors, strict=True)]
-        if sum(t.nbytes for _, t in rows) > _SMALL_BYTES:
+        paths: list[tuple[str, ...]] = [(name,) for name in watch.names]
+        paths += keys
+        every = [*watch.params, *tensors]
+        if sum([t.nbytes for t in every]) > _SMALL_BYTES:
             turn = record.step % _SHARES
-            slots = {name: watch.slots[id(p)] for name, p in zip(watch.names, watch.params, strict=True)}
-            rows = [(key, t) for key, t in rows if slots.get(key[0], 0) % _SHARES == turn]
+            own = {n for n, key in zip(watch.names, watch.ids, strict=True) if watch.slots[key] % _SHARES == turn}
+            some = [i for i, path in enumerate(paths) if path[0] in own]
+            paths, every = [paths[i] for i in some], [every[i] for i in some]
         else:
             self._left[watch.index] = watch.step
-        bad = [rows[i][0] for i in ranges.nonfinite([t for _, t in rows])]
+        bad = [paths[i] for i in ranges.nonfinite(every)]
         known = self._known.setdefault(watch.index, set())
         new = [key for key in bad if ":".join(key) not in known]
         known.update(":".join(key) for key in bad)

@@ -24,6 +24,9 @@ SMALL_STATE_BYTES = 1 << 20
 STATE_SHARES = 8
 #: The memory of parameters on the CPU, up to this size, stays after their optimizer has gone, for a last look.
 _KEPT_BYTES = 4 << 20
+#: Parameters that stand for all in a step that is not checked, where there are more: such a step costs the same
+#: whatever the model.
+_FEW = 64
 
 
 class Mark(NamedTuple):
@@ -96,6 +99,8 @@ class OptimizerWatch:
         self.mark: Mark | None = None  # by which a change after the last step is known
         self._members: list[str] = []  # which parameters each group holds, as text
         self._key: tuple[int, ...] = ()
+        self._sign: tuple[int, ...] = ()  # what shows at a few parameters whether the groups hold others
+        self._without_gradient = 0
         self._forgotten: dict[int, internals.Seen] = {}  # parameters of optimizers that have ended
         self._aliased = False  # `params` are objects of ours over the job's memory
 
@@ -121,7 +126,7 @@ class OptimizerWatch:
         if not self.optimizers():
             self._forgotten |= {id(p): internals.Seen(p) for p in self.params}
             self.names, self.params, self.ids, self.owned = [], [], [], []
-            self.owners, self.wrappers, self._key, self.table = [], [], (), ()
+            self.owners, self.wrappers, self._key, self._sign, self.table = [], [], (), (), ()
 
     def stepped(self, params: Iterable[torch.Tensor]) -> int:
         """Return how many of some parameters are or were stepped here."""
@@ -145,10 +150,19 @@ class OptimizerWatch:
         """Return all parameter groups."""
         return [group for optimizer in self.optimizers() for group in internals.groups(optimizer)]
 
-    def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False) -> bool:
-        """Bring the tables up to date; return whether they changed. Parameters on DDP's ignore list are left out."""
-        params = [p for group in self.groups() for p in group["params"]]
+    def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False, glance: bool = False) -> bool:
+        """Bring the tables up to date; return whether they changed. Parameters on DDP's ignore list are left out.
+
+        Args:
+            glance: look at the length of each group and at a few of its parameters only.
+        """
+        groups = self.groups()
+        sign = (len(wrappers), *[number for group in groups for number in _sign(group["params"], len(groups))])
+        if glance and sign == self._sign and not force:
+            return False
+        params = [p for group in groups for p in group["params"]]
         key = (len(wrappers), *map(id, params))
+        self._sign = sign
         if key == self._key and not force:
             return False
         self._key = key
@@ -171,6 +185,16 @@ class OptimizerWatch:
         by_design = bool(self.members) or self.sharded()  # the groups of a rank are then its own
         self._members = [] if by_design else [self._held(group["params"]) for group in self.groups()]
         return True
+
+    def without_gradient(self, *, glance: bool = False) -> int:
+        """Return how many parameters that train have no gradient.
+
+        Args:
+            glance: of many parameters return what was counted last.
+        """
+        if not glance or len(self.params) <= _FEW:
+            self._without_gradient = sum([p.requires_grad and p.grad is None for p in self.params])
+        return self._without_gradient
 
     def _held(self, params: Sequence[torch.Tensor]) -> str:
         """Say which of DDP's parameters a group holds; others may differ between ranks on purpose."""
@@ -267,6 +291,13 @@ class HandWatch(OptimizerWatch):
         if not self.params or any([p.device.type != "cpu" or not internals.is_plain(p) for p in self.params]):
             return None
         return fingerprint.spots(self.params)
+
+
+def _sign(params: Sequence[torch.Tensor], groups: int) -> list[int]:
+    """Return the number of parameters, and which a few of them are, the first and the last included."""
+    size = len(params)
+    few = min(size, max(2, _FEW // groups))
+    return [size, *[id(params[i * (size - 1) // max(1, few - 1)]) for i in range(few)]]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -371,7 +371,7 @@ class Recorder:
         self._pre = None
         record.fields["optimizer_seconds"] = self._now() - _phases(record.since) - started
         if record.flags & Flag.CLOSURE:
-            record.fields["without_grad"] = _without_gradient(watch)  # the closure has made them
+            record.fields["without_grad"] = watch.without_gradient(glance=not record.checked)  # the closure made them
             if record.checked:
                 self._bus.emit(events.GradientsFinal(watch, record))
         self._finish(watch, record)
@@ -423,7 +423,7 @@ class Recorder:
 
     def _begin(self, watch: OptimizerWatch) -> StepRecord:
         state, run = self._state, self._guard.run
-        if watch.refresh(state.wrappers):
+        if watch.refresh(state.wrappers, glance=not state.checking):
             run("probe:gradients", self._hook, watch)
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
@@ -443,7 +443,7 @@ class Recorder:
         )
         if (settings := run("probe:hyper", watch.settings)) is not None:
             record.parts[GroupSettings] = settings
-        record.fields["without_grad"] = _without_gradient(watch)
+        record.fields["without_grad"] = watch.without_gradient(glance=not record.checked)
         return record
 
     def _hook(self, watch: OptimizerWatch) -> None:
@@ -470,6 +470,7 @@ class Recorder:
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), state.next_step())
         state.synced = state.syncs
         state.checking = any([self.due(w.index, w.step) for w in state.watches])
+        self._guard.run("probe:gradients", self._hooks.switch)
         if not has_row:
             keep_for_next(since, state.since)
             self._passed(watch.index, step)
@@ -592,10 +593,6 @@ def keep_for_next(since: SinceLastStep, following: SinceLastStep) -> None:
 def _phases(since: SinceLastStep) -> float:
     """Return the seconds of other phases, which a closure of the optimizer runs inside of its step."""
     return since.data_seconds + since.forward_seconds + since.backward_seconds
-
-
-def _without_gradient(watch: OptimizerWatch) -> int:
-    return sum(p.requires_grad and p.grad is None for p in watch.params)
 
 
 def _digests(tensors: Tensors, limit: int) -> list[LaterOne]:

@@ -233,9 +233,11 @@ class StepDigests:
     def _take_before(event: StepOpened) -> None:
         watch = event.watch
         part = event.record.parts[ParameterDigests]
-        part.before = device.digests(watch.params)
         if watch.after is not None and watch.after_step == watch.step - 1:
-            part.previous, part.glances = watch.after, device.glances(watch.params)
+            part.previous = watch.after
+            part.before, part.glances = device.digests_and_glances(watch.params)
+        else:
+            part.before = device.digests(watch.params)
 
     def _forward_in_closure(self, _: ForwardBegan | ModuleForwardBegan) -> None:
         """Let the first reading stand where the optimizer has changed parameters ahead of its closure (SAM)."""

@@ -511,11 +511,34 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+#: Classes of tensors that have no code of somebody else's, and what one operation takes many of.
+_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+_REAL = frozenset({torch.float32, torch.float64})
+
+
+def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether many tensors can be read by one operation: plain ones of one real dtype in host memory.
+
+    One look at each where `is_plain` and what else is asked of a single tensor takes ten; false says nothing.
+    """
+    if not tensors or not {*map(type, tensors)} <= _CLASSES:
+        return False
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= _REAL or False in {tensor.is_cpu for tensor in tensors}:
+        return False
+    if True in {tensor.is_nested or names.is_functorch_wrapped(tensor) for tensor in tensors}:
+        return False
+    if {tensor.layout for tensor in tensors} != {torch.strided}:
+        return False
+    return 0 not in {tensor.untyped_storage().nbytes() for tensor in tensors}  # not freed under them
+
+
 def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the 2-norm of each tensor, of any shape and floating dtype, as Python numbers; waits for a device."""
     norms = names.foreach_norm(list(tensors))
     if all([norm.device.type == "cpu" for norm in norms]):
-        return [float(norm) for norm in norms]
+        values: list[float] = torch.stack(list(norms)).tolist() if norms else []
+        return values
     return [float(value) for value in torch.stack([norm.to(torch.float64) for norm in norms]).tolist()]
 
 

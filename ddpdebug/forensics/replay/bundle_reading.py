@@ -57,6 +57,7 @@ class Bundle:
 
     def capture(self, module: torch.nn.Module) -> ForwardCapture:
         """Return the forward, to be run on a module that has the bundle's parameters and buffers."""
+        modes = bytes(self.modes.values())
         return ForwardCapture(
             module=lambda: module,
             step=_number(self.facts.get("step"), -1),
@@ -64,7 +65,7 @@ class Bundle:
             rng=self.rng,
             autocast=self.autocast,
             names=tuple(self.modes),
-            modes=bytes(self.modes.values()),
+            read_modes=lambda: modes,
             gradients=dict(self.gradients),
             partial=self.partial,
             ended=True,

@@ -40,7 +40,7 @@ class Inputs:
         self._announce = announce
         self._hook = entries.before_modules("probe:inputs", self._look)
         self._seen: list[_Seen] = []
-        self._layer = ""
+        self._layer, self._missed = "", 0
         self._given: Callable[[], Sequence[torch.Tensor]] = tuple  # what the forward was called with
         self.over = False
 
@@ -56,7 +56,9 @@ class Inputs:
         self._given = tuple
 
     def end(self) -> None:
-        """Take the hook away; announce once enough was seen."""
+        """Take the hook away; announce once enough was seen, and give up where forwards have no such layer."""
+        self._missed += self._hook.is_on
+        self.over = self.over or self._missed >= FORWARDS
         self.release()
         if len(self._seen) >= FORWARDS and not self.over:
             self.over = True
