@@ -72,9 +72,7 @@ class Series:
         if len(self.newest) > blocks:
             self.newest.popleft()
             self.rates.popleft()
-        self.count += 1
-        if math.isfinite(rate):
-            self._schedule(rate)
+        self.rated(rate)
         if self.count <= self.block:
             self.first = statistics.median(self.losses)
         if len(self.newest) == blocks:
@@ -84,7 +82,11 @@ class Series:
                 self.best, self.best_spread = level, max(around) - min(around)
                 self.best_rate = max(islice(self.rates, self.block))
 
-    def _schedule(self, rate: float) -> None:
+    def rated(self, rate: float) -> None:
+        """Add a step of which only the learning rate counts."""
+        self.count += 1
+        if not math.isfinite(rate):
+            return
         if rate > self.restart * self.low:
             self.risen = self.count
             if self.fallen:
@@ -134,6 +136,7 @@ class LossRule(CurveRule):
     """A rule that reads the losses of each optimizer."""
 
     topics: ClassVar[tuple[str, ...]] = ("alone",)
+    reads = ("loss",)
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
