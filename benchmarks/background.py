@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
-from ddpdebug.exchange.ticks import Exchange
+from ddpdebug.exchange.ticks import BATCH_ROWS, Exchange
 from ddpdebug.isolation import background
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     profile = cProfile.Profile(time.thread_time)
     if options.profile:
         Exchange._run = profiled(Exchange._run, profile)  # type: ignore[method-assign]  # a benchmark looks inside
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         monitor = ddpdebug.watch(
             model, optimizer, out=Path(folder) / "run" if rank == 0 else None, every_step=options.every_step, quiet=True
         )
@@ -88,8 +88,11 @@ def main() -> None:
             optimizer.step()
             if options.pause:
                 time.sleep(options.pause)
+        exchange = monitor._exchange  # a benchmark looks inside
+        while exchange is not None and len(exchange._rows) >= BATCH_ROWS:
+            time.sleep(0.1)
+        time.sleep(0.5)
         after, process = clocks(), time.process_time() - process
-        exchange = monitor._exchange
         ticks = 0 if exchange is None else exchange.ticks
         monitor.close()
         found = [finding.code for finding in monitor.findings]

@@ -146,6 +146,8 @@ class Detector:
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = config or {}
+        #: What rules have worked out that others work out from the same steps: one for all rules of a diagnosis.
+        self.shared: dict[str, Any] = {}
 
     @property
     def awake(self) -> bool:

@@ -86,6 +86,7 @@ class _Unit:
     signs: int | None  # of which a step must show one (`Signs`); None where they look at every step
     awake: bool = False  # one of them looks at any step now
     open: set[int] = field(default_factory=set)  # optimizers of which the group waits for something, or for its end
+    groups: dict[int, Group] = field(default_factory=dict)  # by optimizer
 
     def of(self, codes: Container[str]) -> _Unit:
         """Return a part of it."""
@@ -141,6 +142,9 @@ class Diagnosis:
         self.world = world
         rules = [rule(config) for rule in catalog()] if detectors is None else list(detectors)
         self._rules = sorted(rules, key=lambda rule: rule.code)
+        shared: dict[str, Any] = {}
+        for rule in self._rules:
+            rule.shared = shared
         self._seeing_all = frozenset(rule.code for rule in self._rules if _sees_every_step(rule))
         self._comparing = frozenset(rule.code for rule in self._rules if isinstance(rule, ComparisonRule))
         self._signs, self._units = self._united()
@@ -342,12 +346,16 @@ class Diagnosis:
             return
         unit.awake = any(rule.awake for rule in unit.rules)
         if optimizer is not None and unit.rules:
-            idle = self._incidents.group(unit.rules[0], optimizer).idle
-            (unit.open.discard if idle else unit.open.add)(optimizer)
+            (unit.open.discard if self._group(unit, optimizer).idle else unit.open.add)(optimizer)
         if unit.awake or unit.open:
             self._awake[unit] = None
         else:
             self._awake.pop(unit, None)
+
+    def _group(self, unit: _Unit, optimizer: int) -> Group:
+        if (group := unit.groups.get(optimizer)) is None:
+            group = unit.groups[optimizer] = self._incidents.group(unit.rules[0], optimizer)
+        return group
 
     def _run(self, rule: Detector, otherwise: T, action: Callable[..., T], *args: Any) -> T:
         try:
@@ -529,7 +537,7 @@ class Diagnosis:
         for unit in units:
             if not (rules := unit.rules):  # they are off
                 continue
-            group = self._incidents.group(rules[0], step.optimizer)
+            group = self._group(unit, step.optimizer)
             read = readings[rules[0].code]
             if len(rules) > 1:
                 read = max((readings[rule.code] for rule in rules), key=itemgetter(0))

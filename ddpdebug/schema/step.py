@@ -119,6 +119,8 @@ class Step:
     @cached_property
     def differing(self) -> frozenset[str]:
         """Names of the digest fields that are known on at least two ranks and not equal on all of these."""
+        if len(self.rows) < 2:
+            return frozenset()
         return frozenset(name for name in DIGESTS if len({*self.columns[name]} - {0}) > 1)
 
     @cached_property
@@ -157,8 +159,14 @@ class Step:
         """Return how many ranks know a number of `SUMS`, and what it adds up to."""
         if self.told is not None:
             return self.told.sums[name]
-        values = [value for value in map(SUMS[name], self.rows.values()) if math.isfinite(value)]
-        return len(values), math.fsum(values)
+        if (found := self._totals.get(name)) is None:
+            values = [value for value in map(SUMS[name], self.rows.values()) if math.isfinite(value)]
+            found = self._totals[name] = len(values), math.fsum(values)
+        return found
+
+    @cached_property
+    def _totals(self) -> dict[str, tuple[int, float]]:
+        return {}
 
     @cached_property
     def mean_loss(self) -> float | None:

@@ -141,23 +141,35 @@ class LossRule(CurveRule):
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self.source = ValidationSource()
-        self.series: dict[int, Series] = {}
         self.told: set[tuple[int, str]] = set()
         self.history: dict[int, list[Evaluation]] = {}  # for the rules that take it in
+
+    @property
+    def series(self) -> dict[int, Series]:
+        """The series of each optimizer."""
+        series: dict[int, Series] = self.shared.setdefault("losses", {})
+        return series
 
     def can_show(self, step: Step) -> bool:
         return False  # said once
 
     def detect(self, step: Step) -> Findings:
-        loss = loss_of(step)
-        if loss is None:
-            return
-        series = self.series.get(step.optimizer)
-        if series is None:
-            series = self.series[step.optimizer] = self.new_series()
-        rate = next(iter(step.rows.values())).lr
-        series.add(step.step, loss, rate)
-        yield from self.judge(step, series)
+        series = self._followed(step)
+        if series is not None:
+            yield from self.judge(step, series)
+
+    def _followed(self, step: Step) -> Series | None:
+        """Add a step, once for all rules; return the series, None where the step has no loss."""
+        newest, series = self.shared.get("loss", (None, None))
+        if newest is not step:
+            series, loss = None, loss_of(step)
+            if loss is not None:
+                series = self.series.get(step.optimizer) or self.new_series()
+                self.series[step.optimizer] = series
+                series.add(step.step, loss, next(iter(step.rows.values())).lr)
+            self.shared["loss"] = step, series
+        found: Series | None = series
+        return found
 
     def judge(self, step: Step, series: Series) -> Findings:
         """Judge a series to which a step was added."""
