@@ -342,8 +342,6 @@ class Diagnosis:
 
     def _note(self, unit: _Unit, optimizer: int | None) -> None:
         """Note whether a unit looks at steps that show it nothing as well."""
-        if unit.signs is None:
-            return
         unit.awake = any(rule.awake for rule in unit.rules)
         if optimizer is not None and unit.rules:
             (unit.open.discard if self._group(unit, optimizer).idle else unit.open.add)(optimizer)
@@ -487,7 +485,8 @@ class Diagnosis:
             self._judged_lately.append(step)
         self._settle(step, units, readings, found, queued.rules)
         for unit in units if only is None else self._units:
-            self._note(unit, step.optimizer)
+            if unit.signs is not None:
+                self._note(unit, step.optimizer)
         self._judged += 1
         self._newest, self._next_step = step, max(self._next_step, step.step + 1)
 
@@ -541,7 +540,7 @@ class Diagnosis:
             read = readings[rules[0].code]
             if len(rules) > 1:
                 read = max((readings[rule.code] for rule in rules), key=itemgetter(0))
-            if read[1] or not group.idle or not telling.isdisjoint(rule.code for rule in rules):
+            if read[1] or not group.idle or (telling and not telling.isdisjoint(rule.code for rule in rules)):
                 yield group, rules, read
 
     @staticmethod
@@ -572,7 +571,7 @@ class Diagnosis:
                 findings = self._findings(rule, rule.compare, topic, known)
                 self._admit([(rule, finding, None) for finding in findings], None)
                 for unit in self._units:
-                    if rule in unit.rules:
+                    if unit.signs is not None and rule in unit.rules:
                         self._note(unit, None)
 
     def _remind(self, rule: Detector) -> None:
