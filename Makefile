@@ -122,6 +122,7 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 4 \
 		--first 1 --steady 6 --ways plain,again,every-step,forward-probes,all-gather,isfinite,anomaly
 	$(PYTHON) benchmarks/short_steps.py
+	$(PYTHON) benchmarks/background.py
 	$(PYTHON) benchmarks/scaling.py
 	$(PYTHON) benchmarks/check.py
 	$(PYTHON) benchmarks/modules.py

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, overload
 from ddpdebug.detectors import causality
 from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
+from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Blamed, Step
 
 _SECTION = re.compile(r"^(Impact|Diagnosis|Causes|Remedy):", re.MULTILINE)
@@ -101,8 +102,9 @@ class Detector:
     `Diagnosis:`, `Causes:` (one per line, `-` bullets, most likely first) and `Remedy:`.
 
     Most rules are of a kind (`kinds.py`) and fill in its hooks; a bare rule overrides `detect`. It is given every step
-    exactly once, in order. One that needs more than the row names it in `wants` and says in `suspects` when: the step
-    then comes to `detect` with `step.details` filled in, as far as the ranks answered.
+    exactly once, in order, but for those that do not show what it `reads`. One that needs more than the row names it in
+    `wants` and says in `suspects` when: the step then comes to `detect` with `step.details` filled in, as far as the
+    ranks answered.
 
     Which findings explain those of this rule, and which come first within a step, stands in `causality.toml`.
     """
@@ -114,6 +116,11 @@ class Detector:
     wants: ClassVar[tuple[str, ...]] = ()
     #: The details are wanted of every step that `suspects` names, also while a cause is open.
     every_sample: ClassVar[bool] = False
+    #: What a step must show for this rule to look at it: one of these flags on some rank, or one of these columns of
+    #: the row known on some rank. None: any step will do; (): none, but for steps that find it `awake`.
+    reads: ClassVar[tuple[str | Flag, ...] | None] = None
+    #: In a job of one rank steps mean nothing to it.
+    of_several: ClassVar[bool] = False
     #: Judges what the last step has left as well (rows with `Flag.LAST_STATE`), which holds no more than its digests.
     last_state: ClassVar[bool] = False
     #: Judges no step of which the rows of some ranks stand for all: who of them is like whom.
@@ -132,8 +139,20 @@ class Detector:
     fires_on: ClassVar[Examples] = Examples()
     silent_on: ClassVar[Examples] = Examples()
 
+    #: The newest step that was judged, which this rule need not have looked at, and the number of the next: kept by who
+    #: calls `compare` and `finish`.
+    newest: Step | None = None
+    next_step: int = 0
+
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = config or {}
+        #: What rules have worked out that others work out from the same steps: one for all rules of a diagnosis.
+        self.shared: dict[str, Any] = {}
+
+    @property
+    def awake(self) -> bool:
+        """Whether it looks at the next step whatever that shows, because of what it remembers."""
+        return False
 
     # --- judging ------------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def groups_beside(step: Step) -> set[tuple[int, ...]]:
 
 
 def _facts(step: Step, prefix: str) -> list[Mapping[int, Any]]:
-    return [facts for topic, facts in sorted(step.facts.items()) if topic.startswith(prefix)]
+    return [step.facts[topic] for topic in sorted(topic for topic in step.facts if topic.startswith(prefix))]
 
 
 def culprits(shown: RankClasses) -> Blamed:

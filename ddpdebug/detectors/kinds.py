@@ -74,6 +74,10 @@ class StreakRule(Detector):
         super().__init__(config)
         self._streaks: dict[tuple[int, Hashable], Streak] = {}
 
+    @property
+    def awake(self) -> bool:
+        return bool(self._streaks)
+
     def shown(self, step: Step) -> Mapping[Any, bool] | None:
         """Whether the step shows it, for everything counted by itself (a rank, a layer); None where it does not count.
 

@@ -7,11 +7,11 @@ randomness, no set order. A step that a rule wants details of is parked; later s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from ddpdebug.detectors.base import Detector, RankClasses
@@ -25,7 +25,7 @@ from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step, are_many, kind_of
+from ddpdebug.schema.step import Signs, Step, are_many, kind_of
 
 #: A parked step is judged with the details that have come after so many ticks.
 DETAIL_TICKS = 200
@@ -39,6 +39,8 @@ MOST_ASKED, _OF_ANOTHER = 16, 3
 _HELD_STEPS, _HELD_TICKS = 2, 20
 #: Details of so many judged steps may still come.
 _LEARNS_OF = 8
+#: Combinations of signs that are remembered; a job has few.
+_MAX_LOOKING = 256
 
 T = TypeVar("T")
 
@@ -75,11 +77,35 @@ class _Held:
     ticks: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """The rules of a group, which look at a step together or not at all."""
+
+    place: int  # among all
+    rules: list[Detector]
+    signs: int | None  # of which a step must show one (`Signs`); None where they look at every step
+    awake: bool = False  # one of them looks at any step now
+    open: set[int] = field(default_factory=set)  # optimizers of which the group waits for something, or for its end
+    groups: dict[int, Group] = field(default_factory=dict)  # by optimizer
+
+    def of(self, codes: Container[str]) -> _Unit:
+        """Return a part of it."""
+        return replace(self, rules=[rule for rule in self.rules if rule.code in codes])
+
+    def shown(self, signs: int) -> bool:
+        """Whether a step with these signs means something to it."""
+        return self.signs is None or bool(self.signs & signs)
+
+    def stirs(self, optimizer: int) -> bool:
+        """Whether a step of this optimizer means something to it without."""
+        return self.awake or optimizer in self.open
+
+
 @dataclass(eq=False)
 class _Queued:
     step: Step
     ticks: int = 0
-    looked_at: int = 0  # the number of judged steps when the rules were last asked what they want to know
+    looked_at: int = -1  # the number of judged steps when the rules were last asked what they want to know
     asked: dict[str, dict[int, Detail | None]] = field(default_factory=dict)  # kind -> rank -> answer
     rules: frozenset[str] = frozenset()  # codes of the rules that asked
 
@@ -116,18 +142,26 @@ class Diagnosis:
         self.world = world
         rules = [rule(config) for rule in catalog()] if detectors is None else list(detectors)
         self._rules = sorted(rules, key=lambda rule: rule.code)
+        shared: dict[str, Any] = {}
+        for rule in self._rules:
+            rule.shared = shared
         self._seeing_all = frozenset(rule.code for rule in self._rules if _sees_every_step(rule))
         self._comparing = frozenset(rule.code for rule in self._rules if isinstance(rule, ComparisonRule))
+        self._signs, self._units = self._united()
+        self._looking: dict[int, list[_Unit]] = {}  # signs of a step -> who looks at it
+        self._awake: dict[_Unit, None] = {}  # who looks at steps without them as well
+        self._newest: Step | None = None  # that was judged
+        self._next_step = 0
         self._on_trouble = on_trouble
         self._incidents = Incidents(world, read((config or {}).get("ignore")))
         self._queue: deque[_Queued] = deque()
         self._outbox: list[Request] = []
         self._judged = 0
         self._judged_lately: deque[Step] = deque(maxlen=_LEARNS_OF)  # of which more may become known
-        self._members: dict[int, dict[Group, list[Detector]]] = {}  # optimizer -> group -> rules
         self._rounds: dict[str, dict[int, dict[int, Announcement | None]]] = {}  # topic -> round -> rank -> value
         self._spoken: dict[str, dict[int, int]] = {}  # topic -> rank -> rounds
-        self._facts: dict[str, dict[int, Announcement]] = {}
+        #: Announcements, as rules read them: topic -> rank -> the newest.
+        self.facts: dict[str, dict[int, Announcement]] = {}
         self._held: list[_Held] = []
         self._places = Places()
         self.local_steps = LocalSteps(config or {})
@@ -146,14 +180,15 @@ class Diagnosis:
             held.steps += 1
         step = unmarked(step)
         self.local_steps.read(step)
-        self._queue.append(_Queued(replace(step, facts=self._facts)))
-        self._ask(self._queue[-1])
+        self._queue.append(_Queued(step if step.facts is self.facts else replace(step, facts=self.facts)))
+        if len(self._queue) == 1:  # of others it is known in the tick what those before them have shown
+            self._ask(self._queue[0])
         return self.requests()
 
     def curious(self, step: Step) -> list[str]:
         """Return the rules for which the rows of all ranks are worth asking for, by what chosen rows show."""
         asking = [rule for rule in self._rules if type(rule).wants_all is not Detector.wants_all]
-        step = replace(step, facts=self._facts)
+        step = replace(step, facts=self.facts)
         return [rule.code for rule in asking if self._run(rule, False, rule.wants_all, step)]
 
     def adopt(self, findings: Iterable[Finding]) -> None:
@@ -218,7 +253,7 @@ class Diagnosis:
             self._compare(topic, {rank: value})
             return
         if value is not None:
-            self._facts.setdefault(topic, {})[rank] = value
+            self.facts.setdefault(topic, {})[rank] = value
         spoken = self._spoken.setdefault(topic, {})
         number = spoken[rank] = spoken.get(rank, 0) + 1
         rounds = self._rounds.setdefault(topic, {})
@@ -246,6 +281,9 @@ class Diagnosis:
                 break
             self._judge_as_meant(head)
             self._queue.popleft()
+        for queued in self._queue:
+            if queued.looked_at < 0:
+                self._ask(queued)
         return self.news()
 
     def news(self) -> list[tuple[Finding, bool]]:
@@ -256,14 +294,66 @@ class Diagnosis:
         """Judge everything left with the details that are there, and what only the end shows."""
         self._release(everything=True)
         while self._queue:
+            if self._queue[0].looked_at < 0:
+                self._ask(self._queue[0])
             self._judge_as_meant(self._queue.popleft())
         for optimizer in list(self._undecided):
             self._judge_parted(optimizer)
         for rule in list(self._rules):
+            self._remind(rule)
             self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)
         return self._places.named(self._incidents.news(last=True))
 
     # --- rules --------------------------------------------------------------------------------------------------------
+
+    def _united(self) -> tuple[Signs, list[_Unit]]:
+        """Return what steps may show, and the rules that judge steps, by group, in code order."""
+        groups: dict[str, list[Detector]] = {}
+        for rule in self._rules:
+            judges = rule.code in self._seeing_all or rule.code in self._comparing or rule.wants
+            if judges and (self.world > 1 or not rule.of_several):
+                groups.setdefault(rule.group or rule.code, []).append(rule)
+        signs = Signs(name for rules in groups.values() for rule in rules for name in rule.reads or ())
+        return signs, [_Unit(i, rules, self._read_by(rules, signs)) for i, rules in enumerate(groups.values())]
+
+    def _read_by(self, rules: Sequence[Detector], signs: Signs) -> int | None:
+        if any(rule.reads is None for rule in rules):
+            return None
+        reads = {name for rule in rules for name in rule.reads or ()}
+        return signs.of(reads, differing=not any(rule.code in self._seeing_all for rule in rules))
+
+    def _looks(self, step: Step) -> list[_Unit]:
+        """Return the rules that a step may mean something to, in code order; in most steps these are few."""
+        if step.last or step.details:
+            return self._units
+        signs = step.memo.get("signs")
+        if signs is None:
+            signs = step.memo["signs"] = self._signs.shown(step)
+        looking = self._looking.get(signs)
+        if looking is None:
+            if len(self._looking) >= _MAX_LOOKING:
+                self._looking.clear()
+            looking = self._looking[signs] = [unit for unit in self._units if unit.shown(signs)]
+        if self._awake:
+            others = [unit for unit in self._awake if not unit.shown(signs) and unit.stirs(step.optimizer)]
+            if others:
+                return sorted((*looking, *others), key=attrgetter("place"))
+        return looking
+
+    def _note(self, unit: _Unit, optimizer: int | None) -> None:
+        """Note whether a unit looks at steps that show it nothing as well."""
+        unit.awake = any(rule.awake for rule in unit.rules)
+        if optimizer is not None and unit.rules:
+            (unit.open.discard if self._group(unit, optimizer).idle else unit.open.add)(optimizer)
+        if unit.awake or unit.open:
+            self._awake[unit] = None
+        else:
+            self._awake.pop(unit, None)
+
+    def _group(self, unit: _Unit, optimizer: int) -> Group:
+        if (group := unit.groups.get(optimizer)) is None:
+            group = unit.groups[optimizer] = self._incidents.group(unit.rules[0], optimizer)
+        return group
 
     def _run(self, rule: Detector, otherwise: T, action: Callable[..., T], *args: Any) -> T:
         try:
@@ -274,7 +364,8 @@ class Diagnosis:
 
     def _switch_off(self, rule: Detector, error: Exception) -> None:
         self._rules = [r for r in self._rules if r is not rule]
-        self._members.clear()
+        for unit in self._units:
+            unit.rules = [r for r in unit.rules if r is not rule]
         if self._on_trouble is not None:
             self._on_trouble(f"detector:{rule.code}", f"{type(error).__name__}: {error}")
 
@@ -309,7 +400,7 @@ class Diagnosis:
         rules = set(queued.rules)
         others = [q for q in self._queue if q is not queued and q.step.optimizer == step.optimizer]
         pending = {code for other in others for code in other.rules} if queued is not self._queue[0] else set()
-        for rule in [rule for rule in self._rules if rule.wants]:
+        for rule in [rule for unit in self._looks(step) for rule in unit.rules if rule.wants]:
             if rule.code in rules or (rule.code in pending and not rule.every_sample):
                 continue
             if self._run(rule, False, self._curious, rule, step):
@@ -371,11 +462,13 @@ class Diagnosis:
         step = step.with_details(details) if details else step
         found: dict[str, list[Finding]] = {}
         seeing, comparing, last = self._seeing_all, self._comparing, queued.last
-        rules = self._rules if only is None else [rule for rule in self._rules if rule.code in only]
-        read = [rule for rule in rules if last or rule.code in comparing]
-        readings = dict.fromkeys((rule.code for rule in rules), _FREE)
-        readings.update((rule.code, self._run(rule, _UNKNOWN, self._read, rule, step)) for rule in read)
-        for rule in tuple(rules):
+        units = self._looks(step) if only is None else [unit.of(only) for unit in self._units]
+        rules = [rule for unit in units for rule in unit.rules]
+        readings = {
+            rule.code: self._run(rule, _UNKNOWN, self._read, rule, step) if last or rule.code in comparing else _FREE
+            for rule in rules
+        }
+        for rule in rules:
             code = rule.code
             if (last and not rule.last_state) or (step.chosen and _is_beyond(rule, step)):
                 continue
@@ -388,14 +481,19 @@ class Diagnosis:
                     continue
                 if new:
                     found[code] = new
-        if any(rule.learns and rule.code in found for rule in rules):
+        if found and any(rule.learns and rule.code in found for rule in rules):
             self._judged_lately.append(step)
-        self._settle(step, readings, found, queued.rules)
+        self._settle(step, units, readings, found, queued.rules)
+        for unit in units if only is None else self._units:
+            if unit.signs is not None:
+                self._note(unit, step.optimizer)
         self._judged += 1
+        self._newest, self._next_step = step, max(self._next_step, step.step + 1)
 
     def _settle(
         self,
         step: Step,
+        units: Sequence[_Unit],
         readings: Mapping[str, tuple[Reading, RankClasses | None]],
         found: dict[str, list[Finding]],
         asked: frozenset[str],
@@ -403,10 +501,7 @@ class Diagnosis:
         admitted: list[tuple[Detector, Finding, RankClasses | None]] = []
         resting: list[Group] = []
         telling = asked.union(found)
-        for group, rules in self._stirred(step, readings, telling):
-            reading, shown = max((readings[r.code] for r in rules), key=itemgetter(0))
-            if not shown and group.idle and telling.isdisjoint(r.code for r in rules):
-                continue
+        for group, rules, (reading, shown) in self._stirred(step, units, readings, telling):
             group.look(shown if reading is Reading.NEW else None)
             fresh = [(rule, f, shown) for rule in rules for f in found.get(rule.code, ())]
             if reading is Reading.WAITING:
@@ -431,25 +526,22 @@ class Diagnosis:
             self._incidents.close(group.rest())
 
     def _stirred(
-        self, step: Step, readings: Mapping[str, tuple[Reading, RankClasses | None]], telling: frozenset[str]
-    ) -> Iterable[tuple[Group, list[Detector]]]:
-        """Yield the groups for which a step may mean something; in most steps these are few."""
-        stirring = telling.union(code for code, (_, shown) in readings.items() if shown)
-        for group, rules in self._groups(step.optimizer, readings).items():
-            if not group.idle or (stirring and any(rule.code in stirring for rule in rules)):
-                yield group, rules
-
-    def _groups(self, optimizer: int, judging: Collection[str]) -> Mapping[Group, list[Detector]]:
-        """Return the rules that judge now by group, in code order."""
-        if optimizer not in self._members:
-            members = self._members[optimizer] = {}
-            for rule in self._rules:
-                members.setdefault(self._incidents.group(rule, optimizer), []).append(rule)
-        everyone = self._members[optimizer]
-        if len(judging) == len(self._rules):
-            return everyone
-        some = {group: [rule for rule in rules if rule.code in judging] for group, rules in everyone.items()}
-        return {group: rules for group, rules in some.items() if rules}
+        self,
+        step: Step,
+        units: Sequence[_Unit],
+        readings: Mapping[str, tuple[Reading, RankClasses | None]],
+        telling: frozenset[str],
+    ) -> Iterable[tuple[Group, list[Detector], tuple[Reading, RankClasses | None]]]:
+        """Yield the groups that a step means something to, and what; in most steps these are few."""
+        for unit in units:
+            if not (rules := unit.rules):  # they are off
+                continue
+            group = self._group(unit, step.optimizer)
+            read = readings[rules[0].code]
+            if len(rules) > 1:
+                read = max((readings[rule.code] for rule in rules), key=itemgetter(0))
+            if read[1] or not group.idle or (telling and not telling.isdisjoint(rule.code for rule in rules)):
+                yield group, rules, read
 
     @staticmethod
     def _repeats(group: Group, rules: Sequence[Detector], asked: frozenset[str]) -> bool:
@@ -475,8 +567,16 @@ class Diagnosis:
         known = {rank: value for rank, value in values.items() if value is not None}
         for rule in list(self._rules):
             if known and name in rule.topics:
+                self._remind(rule)
                 findings = self._findings(rule, rule.compare, topic, known)
                 self._admit([(rule, finding, None) for finding in findings], None)
+                for unit in self._units:
+                    if unit.signs is not None and rule in unit.rules:
+                        self._note(unit, None)
+
+    def _remind(self, rule: Detector) -> None:
+        """Show a rule the newest step that was judged, which it may not have looked at."""
+        rule.newest, rule.next_step = self._newest, self._next_step
 
 
 def _is_beyond(rule: Detector, step: Step) -> bool:

@@ -529,7 +529,8 @@ class Monitor:
         self.memory.begin(self.rank, self.world)
         config = {**asdict(self.config), "world": self.world}
         self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
-        self._assembler, self._last_states = Assembler(self.world), Assembler(self.world)
+        facts = self._diagnosis.facts
+        self._assembler, self._last_states = Assembler(self.world, facts), Assembler(self.world, facts)
         connect, tick = contained(self._connect), contained(self._judge_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
         self._exchange = self._make_exchange(*calls)
@@ -927,8 +928,7 @@ class Monitor:
             self._take(rank, decode(data))
         for assembler in (self._assembler, self._last_states):
             assembler.set_members(tick.members)
-        for step in run("exchange:steps", lambda: list(self._assembler.ready())) or ():
-            self._judge(step)
+        self._judge(run("exchange:steps", lambda: list(self._assembler.ready())) or ())
         last = self._last_states.rest if self._has_all_last_states(tick.members) else self._last_states.ready
         for step in run("exchange:steps", lambda: list(last())) or ():
             self._judge_last(step)
@@ -969,35 +969,48 @@ class Monitor:
             self._doubted.add(rank)
             self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
 
-    def _feed(self, step: Step) -> None:
-        if step.any(Flag.LAST_STATE):
-            self._judge_last(step)
+    def _feed(self, *steps: Step) -> None:
+        """Hand steps of one tick to the diagnosis and to the sinks."""
+        if steps[0].any(Flag.LAST_STATE):
+            self._judge_last(steps[0])
             return
-        self._back.run("diagnosis", lambda: self._ask(self._diagnosis.feed(step)))
-        self._tell_step(step)
+        for step in self._back.run("diagnosis", self._queue, steps) or steps:
+            self._tell_step(step)
+
+    def _queue(self, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps as they are meant."""
+        meant = []
+        for step in steps:
+            self._ask(self._diagnosis.feed(step))
+            meant.append(self._diagnosis.local_steps.marked(step))
+        return meant
 
     def _ask(self, requests: Sequence[Request]) -> None:
         (self._answering if self._many is None else self._many).ask(requests)
 
-    def _judge(self, step: Step) -> None:
-        self._learn(step)
-        self._feed(step)
+    def _judge(self, steps: Sequence[Step]) -> None:
+        """Take steps of one tick; once for each part, for a guard costs as much as what some have to do."""
+        if steps:
+            self._learn(*steps)
+            self._feed(*steps)
 
-    def _learn(self, step: Step) -> None:
+    def _learn(self, *steps: Step) -> None:
+        def each(learn: Callable[..., object], *more: Any) -> None:
+            for step in steps:
+                learn(step, *more)
+
         run = self._back.run
         if not self._is_apart:  # all ranks must come to the same
-            run("schedule", self.schedule.learn, step, self._progress)
-        run("coverage", self.covering.judged, step)
-        run("forensics:holders", self.memory.holder_search.learn, step)
+            run("schedule", each, self.schedule.learn, self._progress)
+        run("coverage", each, self.covering.judged)
+        run("forensics:holders", each, self.memory.holder_search.learn)
 
     def _tell_step(self, step: Step) -> None:
-        run = self._back.run
         interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
-        meant = run("diagnosis", self._diagnosis.local_steps.marked, step) or step
         newest = self._told.get(step.optimizer, step.step - 1)
         steps, self._told[step.optimizer] = max(0, step.step - newest), max(newest, step.step)
         judged = StepJudged(
-            step=meant,
+            step=step,
             steps=steps,
             interval=interval,
             overhead_ratio=self.schedule.ratio,
@@ -1208,8 +1221,7 @@ class Monitor:
             run("message:fact", self._hear, (self.rank,), "fact", value)
         if self._many is not None:
             run("exchange:steps", partial(self._many.rest, complete=lost))
-        for step in run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ():
-            self._judge(step)
+        self._judge(run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ())
         for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
             self._judge_last(step)
         if self._many is None or self._many.judges or lost:

@@ -139,9 +139,9 @@ def _packed(record: StepRecord, rank: int, found: Sequence[tuple[str, Mapping[st
     fields = dict(record.fields)
     flags = int(record.flags) | (int(Flag.CHECKED) if record.checked else 0)
     for _, own in found:
-        flags |= own.get("flags", 0)
+        flags |= int(own.get("flags", 0))  # operators of IntFlag are slow
         fields.update(own)
-    fields["flags"] = int(flags)
+    fields["flags"] = flags
     return encode(Row(rank=rank, step=record.step, optimizer=record.optimizer, **fields))
 
 

@@ -367,41 +367,38 @@ class Tally:
     """What the rows of the ranks say together, counted step by step."""
 
     def __init__(self, world: int) -> None:
-        self._so_far = Coverage(world=world)
+        #: Fields of `Coverage`, replaced as a whole: another thread may read them.
+        self._so_far: dict[str, Any] = {"world": world, **dict.fromkeys(("newest", "since", "until")), "checked": 0}
         self._seen: set[int] = set()
         self._last: dict[int, Step] = {}  # optimizer -> its newest step
 
     def add(self, step: Step) -> None:
         """Count a step that was judged."""
-        known, columns = self._so_far, step.columns
+        known, columns, number = {**self._so_far}, step.columns, step.step
         self._seen |= step.everyone
         self._last[step.optimizer] = step
-        changed: dict[str, Any] = {}
-        newest = known.newest is None or step.step >= known.newest
-        several = len(step.rows) > 1
-        if newest:
-            full = step.all(Flag.CHECKED)
-            changed.update(newest=step.step, last_checked=full)
-            if several:
-                changed["joined"] = step.step
-        if step.all(Flag.CHECKED):
-            changed["checked"] = known.checked + 1
-        if not known.losses:
-            changed["losses"] = any(loss == loss for loss in columns["loss"]) or step.any(Flag.LOSS_NONFINITE)  # noqa: PLR0124 - NaN
-        if not known.validated:
-            changed["validated"] = any(loss == loss for loss in columns["val_loss"])  # noqa: PLR0124 - NaN
-        least = min(2, known.world)
+        full = step.all(Flag.CHECKED)
+        if known["newest"] is None or number >= known["newest"]:
+            known.update(newest=number, last_checked=full)
+            if len(step.rows) > 1:
+                known["joined"] = number
+        known["checked"] += full
+        if not known.get("losses"):
+            known["losses"] = any(loss == loss for loss in columns["loss"]) or step.any(Flag.LOSS_NONFINITE)  # noqa: PLR0124 - NaN
+        if not known.get("validated"):
+            known["validated"] = any(loss == loss for loss in columns["val_loss"])  # noqa: PLR0124 - NaN
+        least = min(2, known["world"])
         parameters = max(sum(map(bool, columns[name])) for name in _COMPARED)
         gradients = max(sum(map(bool, columns[name])) for name in _REDUCED)
         if step.chosen:  # a kind has them all, or none has
             parameters, gradients = (len(step.everyone) * (count > 0) for count in (parameters, gradients))
         if gradients >= least:
-            changed["gradients"] = True
+            known["gradients"] = True
         if max(parameters, gradients) >= least:
-            changed["compared"] = max(parameters, gradients)
-            changed["since"] = step.step if known.since is None else min(known.since, step.step)
-            changed["until"] = step.step if known.until is None else max(known.until, step.step)
-        self._so_far = replace(known, **changed)
+            known["compared"] = max(parameters, gradients)
+            known["since"] = number if known["since"] is None else min(known["since"], number)
+            known["until"] = number if known["until"] is None else max(known["until"], number)
+        self._so_far = known
 
     def coverage(
         self,
@@ -416,7 +413,7 @@ class Tally:
         Args:
             ranks: their own accounts; what the rows say of the others is added.
         """
-        known = self._so_far
+        known = Coverage(**self._so_far)
         accounts = dict(ranks or {})
         for step in self._last.copy().values():
             for rank in step.everyone:

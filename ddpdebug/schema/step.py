@@ -6,7 +6,7 @@ A `Step` is what detectors judge; it is built live by the exchange or from the f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import attrgetter, or_
@@ -119,6 +119,8 @@ class Step:
     @cached_property
     def differing(self) -> frozenset[str]:
         """Names of the digest fields that are known on at least two ranks and not equal on all of these."""
+        if len(self.rows) < 2:
+            return frozenset()
         return frozenset(name for name in DIGESTS if len({*self.columns[name]} - {0}) > 1)
 
     @cached_property
@@ -134,7 +136,8 @@ class Step:
         return {}
 
     @cached_property
-    def _some(self) -> int:
+    def some(self) -> int:
+        """The flags that some rank has, as bits."""
         return reduce(or_, self.columns["flags"], 0) if self.told is None else self.told.some
 
     def values(self, name: str) -> dict[int, list[int]]:
@@ -156,8 +159,14 @@ class Step:
         """Return how many ranks know a number of `SUMS`, and what it adds up to."""
         if self.told is not None:
             return self.told.sums[name]
-        values = [value for value in map(SUMS[name], self.rows.values()) if math.isfinite(value)]
-        return len(values), math.fsum(values)
+        if (found := self._totals.get(name)) is None:
+            values = [value for value in map(SUMS[name], self.rows.values()) if math.isfinite(value)]
+            found = self._totals[name] = len(values), math.fsum(values)
+        return found
+
+    @cached_property
+    def _totals(self) -> dict[str, tuple[int, float]]:
+        return {}
 
     @cached_property
     def mean_loss(self) -> float | None:
@@ -193,19 +202,19 @@ class Step:
 
     def any(self, flag: Flag) -> bool:
         """Tell whether some rank has the flag."""
-        return bool(self._some & int(flag))  # operators of IntFlag are slow
+        return bool(self.some & int(flag))  # operators of IntFlag are slow
 
     def all(self, flag: Flag) -> bool:
         """Tell whether every rank has the flag."""
         bits = int(flag)
         if self.told is not None and bits & (bits - 1) == 0:
             return bool(self.told.common & bits)
-        return bool(self._some & bits) and all(flags & bits for flags in self.columns["flags"])
+        return bool(self.some & bits) and all(flags & bits for flags in self.columns["flags"])
 
     def ranks_with(self, flag: Flag) -> tuple[int, ...]:
         """Return the ranks that have the flag."""
         bits = int(flag)
-        if not self._some & bits:
+        if not self.some & bits:
             return ()
         found = {rank for rank, row in self.rows.items() if row.flags & bits}
         if bits & _FREE:  # a kind has it, or has not
@@ -220,6 +229,43 @@ class Step:
     def with_details(self, details: Mapping[str, Mapping[int, Detail]]) -> Step:
         """Return this step with the given details added."""
         return replace(self, details={**self.details, **details})
+
+
+class Signs:
+    """What steps may show, as bits of one number: flags, and columns that are known or differ.
+
+    Args:
+        names: the flags and columns that count.
+    """
+
+    def __init__(self, names: Iterable[str | Flag]) -> None:
+        names = set(names)
+        self._flags = reduce(or_, (int(name) for name in names if not isinstance(name, str)), 0)
+        columns = sorted(name for name in names if isinstance(name, str))
+        self._columns = {name: 1 << (_FIRST_COLUMN + 2 * i) for i, name in enumerate(columns)}
+
+    def of(self, names: Iterable[str | Flag], *, differing: bool) -> int:
+        """Return the bits of flags and columns; of a digest, with `differing`, only that some ranks do not share it."""
+        found = 0
+        for name in names:
+            if not isinstance(name, str):
+                found |= int(name)
+            else:
+                found |= self._columns[name] << (differing and name in DIGESTS)
+        return found
+
+    def shown(self, step: Step) -> int:
+        """Return what a step shows: of flags and columns it is enough that some rank has and knows them."""
+        found, several, columns = step.some & self._flags, len(step.rows) > 1, step.columns
+        for name, bit in self._columns.items():
+            column = columns[name]
+            if not all(map(math.isnan, column)) if name in _FLOATS else any(column):
+                found |= bit | (bit << 1 if several and name in step.differing else 0)
+        return found
+
+
+_FIRST_COLUMN = max(Flag).bit_length()
+_FLOATS = frozenset(name for name, default in Row._field_defaults.items() if isinstance(default, float))
 
 
 def kind_of(row: Row) -> tuple[float, ...]:

@@ -42,6 +42,8 @@ def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
 
 def _dissenters(step: Step) -> dict[str, frozenset[int]]:
     found: dict[str, frozenset[int]] = {}
+    if len(step.rows) < 2:
+        return found
     for what, names in COMPARED.items():
         if what in _INTENDED and step.any(_INTENDED[what]):
             continue

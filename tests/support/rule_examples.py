@@ -19,6 +19,7 @@ def judge(rule: type[Detector], example: Iterable[Any]) -> list[Finding]:
             findings += detector.compare(item.topic, item.values)
         else:
             findings += detector.detect(item)
+            detector.newest, detector.next_step = item, max(detector.next_step, item.step + 1)
     return [*findings, *detector.finish()]
 
 

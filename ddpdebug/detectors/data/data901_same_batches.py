@@ -52,6 +52,8 @@ class SameBatches(Detector):
     code = "DATA901"
     severity = Severity.ERROR
     title = "ranks receive the same batches"
+    reads = ("record_digest", "batch_digest")
+    of_several = True
     topics = ("loader", "precision")
     same_batches_steps = Threshold(
         3,
@@ -82,7 +84,6 @@ class SameBatches(Detector):
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # -> (step, digest)
-        self._next = 0
         self._loader: str | None = None  # the line that iterates over the loader that was begun last
         self._forward: str | None = None  # the line that calls the model
 
@@ -94,7 +95,6 @@ class SameBatches(Detector):
         return len({*shown.values()}) < len(shown)
 
     def detect(self, step: Step) -> Findings:
-        self._next = max(self._next, step.step + 1)
         shown = _fingerprints(step)
         if not shown:
             return
@@ -148,7 +148,7 @@ class SameBatches(Detector):
                 places.setdefault(tuple(repr(getattr(fact, key)) for key in keys), []).append(rank)
         groups = [ranks for ranks in places.values() if len(ranks) > 1]
         if groups and len(facts) > 1:
-            yield self._report(self._next, self._next, groups, "place in the sampler", self._loader)
+            yield self._report(self.next_step, self.next_step, groups, "place in the sampler", self._loader)
 
 
 def _unlike(key: tuple[int, tuple[int, ...]], optimizer: int, shown: Mapping[int, int]) -> bool:

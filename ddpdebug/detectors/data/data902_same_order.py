@@ -77,6 +77,7 @@ class SameOrder(Detector):
     code = "DATA902"
     severity = Severity.WARNING
     title = "every epoch repeats the same order"
+    reads = ("record_digest", "batch_digest")
     topics = ("loader", "alone")
     same_order_batches = Threshold(
         3,
@@ -106,10 +107,8 @@ class SameOrder(Detector):
         super().__init__(config)
         self._histories: dict[tuple[int, int, str], _History] = {}
         self._loaders: dict[str, Mapping[int, Loader]] = {}
-        self._next = 0
 
     def detect(self, step: Step) -> Findings:
-        self._next = max(self._next, step.step + 1)
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
         if name is None:
             return
@@ -151,7 +150,7 @@ class SameOrder(Detector):
         if stuck:
             fact = facts[stuck[0]]
             yield self.finding(
-                step=announced_at(facts, self._next),
+                step=announced_at(facts, self.next_step),
                 ranks=stuck,
                 subject=(fact.sampler or "sampler",),
                 evidence={"loader": topic, "epoch": fact.epoch, "iterations": fact.iterations},

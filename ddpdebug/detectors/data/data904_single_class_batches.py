@@ -43,6 +43,7 @@ class SingleClassBatches(Detector):
     code = "DATA904"
     severity = Severity.WARNING
     title = "batches hold a single class"
+    reads = (Flag.SINGLE_CLASS,)
     wants = ("recipe",)
     single_class_border = Threshold(
         3,
@@ -81,6 +82,10 @@ class SingleClassBatches(Detector):
     def suspects(self, step: Step) -> bool:
         number = self._runs.get(step.optimizer, (0, 0, 0))[1]
         return step.all(Flag.SINGLE_CLASS) and number % _EVERY == _EVERY - 1
+
+    @property
+    def awake(self) -> bool:
+        return bool(self._runs)
 
     def detect(self, step: Step) -> Findings:
         first, number, mixed = self._runs.get(step.optimizer, (step.step, 0, 0))

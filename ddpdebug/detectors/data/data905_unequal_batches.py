@@ -73,6 +73,8 @@ class UnequalBatches(Detector):
     code = "DATA905"
     severity = Severity.ERROR
     title = "ranks have different numbers of batches"
+    reads = (Flag.IN_JOIN | Flag.LOCAL_ONLY | Flag.NO_DDP,)
+    of_several = True
     topics = ("loader", "alone")
     fires_on = Examples(
         lambda: (_pass(1, 0, 0), *steps(3, world=2), _pass(2, 10, 12)),

@@ -39,6 +39,7 @@ class RepeatedBatch(Detector):
     code = "DATA906"
     severity = Severity.WARNING
     title = "the same batch comes again and again"
+    reads = ("record_digest",)
     repeated_batch_steps = Threshold(
         12,
         "steps in a row with the same records from the DataLoader",
@@ -60,6 +61,10 @@ class RepeatedBatch(Detector):
         super().__init__(config)
         self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
 
+    @property
+    def awake(self) -> bool:
+        return bool(self._runs)
+
     def detect(self, step: Step) -> Findings:
         if step.any(Flag.CLOSURE):
             return
@@ -68,8 +73,10 @@ class RepeatedBatch(Detector):
             self._runs = {k: run for k, run in self._runs.items() if k[0] != step.optimizer or k[1] in step.rows}
         for rank, row in step.rows.items():
             key, value = (step.optimizer, rank), int(row.record_digest)
-            before, first, number = self._runs.get(key, (0, step.step, 0))
-            same = value != 0 and value == before
+            before, first, number = self._runs.pop(key, (0, step.step, 0))
+            if not value:
+                continue
+            same = value == before
             self._runs[key] = (value, first if same else step.step, number + 1 if same else 1)
             if same and number + 1 >= enough:
                 again[rank] = self._runs[key]

@@ -203,6 +203,8 @@ class DataSetsDiffer(Detector):
     severity = Severity.ERROR
     title = "ranks disagree about the data set"
     incident = ("subject", "phase")
+    reads = ("record_digest", "batch_digest")
+    of_several = True
     topics = ("loader", "items")
     overlap_batches = Threshold(
         3,
@@ -270,7 +272,6 @@ class DataSetsDiffer(Detector):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._next = 0
         self._epoch = 0  # passes over loaders announced so far
         self._seen: dict[int, tuple[int, list[int]]] = {}  # fingerprint -> (epoch, ranks that had it, the first first)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
@@ -289,7 +290,7 @@ class DataSetsDiffer(Detector):
         seen = self._items.setdefault(number, _Delivered())
         for rank, fact in items.items():
             seen.add(rank, fact)
-        yield from self._unlike(topic, seen, self._loaders.get(number, {}), announced_at(items, self._next))
+        yield from self._unlike(topic, seen, self._loaders.get(number, {}), announced_at(items, self.next_step))
 
     def _unlike(self, topic: str, seen: _Delivered, told: Mapping[int, Loader], step: int) -> Findings:
         """Compare what the ranks were given for the same indices."""
@@ -343,7 +344,7 @@ class DataSetsDiffer(Detector):
         if differing:
             first = next(iter(differing))
             self._told.add(topic.partition(":")[2])
-            yield self._differing(topic, told, differing, announced_at(facts, self._next), _part(first, told))
+            yield self._differing(topic, told, differing, announced_at(facts, self.next_step), _part(first, told))
 
     def _differing(self, topic: str, told: Mapping[int, Loader], differing: _Columns, step: int, part: str) -> Finding:
         """Say what differs, and its usual cause before the others."""
@@ -388,7 +389,6 @@ class DataSetsDiffer(Detector):
         )
 
     def detect(self, step: Step) -> Findings:
-        self._next = max(self._next, step.step + 1)
         if step.optimizer or len(step.rows) < 2 or not self._epoch:
             return
         name = next((n for n in ("record_digest", "batch_digest") if step.known(n)), None)

@@ -72,9 +72,7 @@ class Series:
         if len(self.newest) > blocks:
             self.newest.popleft()
             self.rates.popleft()
-        self.count += 1
-        if math.isfinite(rate):
-            self._schedule(rate)
+        self.rated(rate)
         if self.count <= self.block:
             self.first = statistics.median(self.losses)
         if len(self.newest) == blocks:
@@ -84,7 +82,11 @@ class Series:
                 self.best, self.best_spread = level, max(around) - min(around)
                 self.best_rate = max(islice(self.rates, self.block))
 
-    def _schedule(self, rate: float) -> None:
+    def rated(self, rate: float) -> None:
+        """Add a step of which only the learning rate counts."""
+        self.count += 1
+        if not math.isfinite(rate):
+            return
         if rate > self.restart * self.low:
             self.risen = self.count
             if self.fallen:
@@ -134,27 +136,40 @@ class LossRule(CurveRule):
     """A rule that reads the losses of each optimizer."""
 
     topics: ClassVar[tuple[str, ...]] = ("alone",)
+    reads = ("loss",)
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self.source = ValidationSource()
-        self.series: dict[int, Series] = {}
         self.told: set[tuple[int, str]] = set()
         self.history: dict[int, list[Evaluation]] = {}  # for the rules that take it in
+
+    @property
+    def series(self) -> dict[int, Series]:
+        """The series of each optimizer."""
+        series: dict[int, Series] = self.shared.setdefault("losses", {})
+        return series
 
     def can_show(self, step: Step) -> bool:
         return False  # said once
 
     def detect(self, step: Step) -> Findings:
-        loss = loss_of(step)
-        if loss is None:
-            return
-        series = self.series.get(step.optimizer)
-        if series is None:
-            series = self.series[step.optimizer] = self.new_series()
-        rate = next(iter(step.rows.values())).lr
-        series.add(step.step, loss, rate)
-        yield from self.judge(step, series)
+        series = self._followed(step)
+        if series is not None:
+            yield from self.judge(step, series)
+
+    def _followed(self, step: Step) -> Series | None:
+        """Add a step, once for all rules; return the series, None where the step has no loss."""
+        newest, series = self.shared.get("loss", (None, None))
+        if newest is not step:
+            series, loss = None, loss_of(step)
+            if loss is not None:
+                series = self.series.get(step.optimizer) or self.new_series()
+                self.series[step.optimizer] = series
+                series.add(step.step, loss, next(iter(step.rows.values())).lr)
+            self.shared["loss"] = step, series
+        found: Series | None = series
+        return found
 
     def judge(self, step: Step, series: Series) -> Findings:
         """Judge a series to which a step was added."""

@@ -44,6 +44,7 @@ class GradientExplosion(Detector):
     code = "HLTH701"
     severity = Severity.WARNING
     title = "gradients explode"
+    reads = ("grad_norm",)
     gradient_growth = Threshold(
         1000,
         "growth of the gradient norm over `gradient_growth_steps`, as a multiple",

@@ -43,6 +43,7 @@ class UpdateRatio(SampledRule, CurveRule):
     code = "HLTH705"
     severity = Severity.WARNING
     title = "the ratio of update to weight is outside its healthy range"
+    reads = None  # the learning rates of the steps between count
     update_first = Threshold(
         1,
         "median ratio of update to weight that is too large in the first steps already",
@@ -157,11 +158,14 @@ class UpdateRatio(SampledRule, CurveRule):
         )
 
     def detect(self, step: Step) -> Findings:
+        key, rate = step.optimizer, next(iter(step.rows.values())).lr
+        if (series := self._rates.get(key)) is None:
+            series = self._rates[key] = self.new_series()
+        series.rated(rate)
+        if not step.details:
+            return
         if step.optimizer not in self._told:
             yield from self._group(step)
-        key, rate = step.optimizer, next(iter(step.rows.values())).lr
-        series = self._rates.setdefault(key, self.new_series())
-        series.add(step.step, 0.0, rate)
         table = ratios(step)
         if not table or key in self._told:
             return

@@ -36,6 +36,7 @@ class ClippingAlways(Detector):
     code = "HLTH707"
     severity = Severity.WARNING
     title = "gradient clipping acts on most steps"
+    reads = ("clip_norm",)
     clip_ratio = Threshold(
         10,
         "the median norm of the window, as a multiple of the clipping threshold",

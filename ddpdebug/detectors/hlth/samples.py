@@ -16,6 +16,7 @@ _MAX_SUBJECTS = 20
 class SampledRule(Detector):
     """A rule about the per-layer statistics of sampled steps."""
 
+    reads: ClassVar[tuple[str, ...] | None] = ("update_norm",)
     wants = ("layers",)
     every_sample: ClassVar[bool] = True
 

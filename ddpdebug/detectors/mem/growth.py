@@ -230,7 +230,8 @@ class GrowthRule(TrendRule):
         if step.chosen:  # one that grows for long uses most in the end, and is there from then on
             self._growth = {k: growth for k, growth in self._growth.items() if k[0] != series.name or k[1] in step.rows}
         for rank, row in step.rows.items():
-            growth = self._growth.setdefault((series.name, rank), Growth(self.least, self))
+            if (growth := self._growth.get((series.name, rank))) is None:
+                growth = self._growth[series.name, rank] = Growth(self.least, self)
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
         if not (ranks := self._ranks(series, step)):
             self._since.pop(series.name, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Findings, Severity, Step
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
 from ddpdebug.detectors.mem.growth import GIB, size_text
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
@@ -69,14 +69,6 @@ class OutOfMemory(EventRule, ExplainingRule):
         lambda: Facts(topic="alone:failure", values={0: {"reason": "exception: ValueError", "step": 1, "missing": []}}),
     )
 
-    def __init__(self, config: Fields | None = None) -> None:
-        super().__init__(config)
-        self._last: Step | None = None
-
-    def detect(self, step: Step) -> Findings:
-        self._last = step
-        yield from ()
-
     def judge(self, fact: MemoryState) -> Fields | None:
         if not isinstance(fact, AllocationFailure):
             return None
@@ -103,10 +95,10 @@ class OutOfMemory(EventRule, ExplainingRule):
         }
 
     def _by_rank(self) -> dict[str, str]:
-        if self._last is None:
+        if self.newest is None:
             return {}
         return {
             str(rank): f"{size_text(row.device_allocated_bytes or row.host_private_bytes)} after step {row.step}, "
             f"{row.batch_elements} elements"
-            for rank, row in self._last.rows.items()
+            for rank, row in self.newest.rows.items()
         }

@@ -34,6 +34,7 @@ class Fragmentation(StreakRule):
     code = "MEM404"
     severity = Severity.WARNING
     title = "far more memory is reserved than allocated"
+    reads = ("device_reserved_bytes",)
     fragmentation_bytes = Threshold(
         512,
         "MiB reserved beyond the largest amount ever allocated",
@@ -86,7 +87,8 @@ class Fragmentation(StreakRule):
         if step.chosen:
             self._retries = {rank: retries for rank, retries in self._retries.items() if rank in step.rows}
         for rank, row in step.rows.items():
-            self._retries.setdefault(rank, row.device_retries)
+            if row.device_reserved_bytes:
+                self._retries.setdefault(rank, row.device_retries)
         return {rank: self._fragmented(row) for rank, row in step.rows.items()}
 
     def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:

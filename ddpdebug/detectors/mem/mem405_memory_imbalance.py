@@ -36,6 +36,7 @@ class MemoryImbalance(StreakRule):
     code = "MEM405"
     severity = Severity.WARNING
     title = "one rank uses much more memory than its peers"
+    of_several = True
     incident = ("ranks",)
     memory_warm_up = TrendRule.memory_warm_up
     memory_imbalance_device = Threshold(

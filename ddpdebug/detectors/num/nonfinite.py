@@ -33,6 +33,7 @@ class NonfiniteRule(ChainRule):
     """Base of the rules that say where the first non-finite number came from."""
 
     severity: ClassVar[Severity] = Severity.CRITICAL
+    reads = (BAD,)
     wants: ClassVar[tuple[str, ...]] = ("numerics",)
     group = "nonfinite"
     by_kind = True

@@ -44,6 +44,7 @@ class NearOverflow(ComparisonRule):
     severity = Severity.WARNING
     title = "activations or gradients are within a factor of two of the dtype's maximum"
     incident = ()
+    reads = (Flag.NEAR_OVERFLOW,)
     wants = ("numerics",)
     fires_on = Examples(
         lambda: step_at(6, odd=_ODD, numerics=_SEEN),

@@ -54,6 +54,7 @@ class LossScaleCollapse(Detector):
     code = "NUM307"
     severity = Severity.WARNING
     title = "the loss scaler skips too many steps or has collapsed"
+    reads = ("loss_scale",)
     incident = ()
     scale_collapsed = Threshold(
         1, "loss scale at which float16 gradients have nothing left to gain", source="1 is no scale at all"

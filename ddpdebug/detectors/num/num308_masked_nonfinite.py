@@ -49,6 +49,7 @@ class MaskedNonfinite(ComparisonRule):
     severity = Severity.WARNING
     title = "a non-finite value arose and was masked"
     incident = ("subject",)
+    reads = (Flag.FORWARD_NONFINITE,)
     wants = ("numerics",)
     fires_on = Examples(
         lambda: step_at(7, odd=_ODD, numerics=_SEEN),

@@ -93,6 +93,14 @@ class ParametersDiffer(ComparisonRule):
     severity = Severity.CRITICAL
     title = "parameters differ between ranks"
     incident = ("subject", "phase", "ranks")
+    reads = (
+        "params_before_digest",
+        "params_after_digest",
+        "foreign_params_digest",
+        "frozen_params_digest",
+        Flag.PARAMS_CHANGED_OUTSIDE,
+    )
+    of_several = True
     wants = ("parameters",)
     topics = ("init",)
     last_state = True

@@ -41,6 +41,8 @@ class BuffersDiffer(ComparisonRule):
     code = "RANK102"
     severity = Severity.ERROR
     title = "buffers differ between ranks"
+    reads = ("buffers_digest",)
+    of_several = True
     wants = ("buffers",)
     fires_on = Examples(
         lambda: step_at(20, odd={1: {"buffers_digest": 5}}, buffers=ranks(4, _USUAL, {1: _ODD})),

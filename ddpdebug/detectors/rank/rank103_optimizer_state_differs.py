@@ -40,6 +40,8 @@ class OptimizerStateDiffers(ComparisonRule):
     code = "RANK103"
     severity = Severity.CRITICAL
     title = "optimizer state differs between ranks"
+    reads = ("state_digest", Flag.STATE_CHANGED_OUTSIDE)
+    of_several = True
     wants = ("state",)
     fires_on = Examples(
         lambda: step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),
@@ -57,6 +59,10 @@ class OptimizerStateDiffers(ComparisonRule):
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal state
         self._changed: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def awake(self) -> bool:
+        return any(self._changed.values())
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         return classes_of(step, "state_digest", on_purpose=_ON_PURPOSE)

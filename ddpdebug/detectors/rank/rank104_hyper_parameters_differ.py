@@ -40,6 +40,8 @@ class HyperParametersDiffer(ComparisonRule):
     code = "RANK104"
     severity = Severity.CRITICAL
     title = "optimizer settings differ between ranks"
+    reads = ("hyper_digest",)
+    of_several = True
     wants = ("hyper",)
     fires_on = Examples(
         lambda: step_at(

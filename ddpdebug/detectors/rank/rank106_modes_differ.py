@@ -39,6 +39,8 @@ class ModesDiffer(ComparisonRule):
     code = "RANK106"
     severity = Severity.ERROR
     title = "train and eval mode differ between ranks"
+    reads = ("modes_digest",)
+    of_several = True
     wants = ("modes",)
     fires_on = Examples(
         lambda: step_at(20, odd={0: {"modes_digest": 5}}, modes=ranks(4, _USUAL, {0: _EVAL})),

@@ -84,6 +84,8 @@ class OutputsDisagree(Detector):
     severity = Severity.ERROR
     title = "the same batch and weights give different results"
     incident = ("phase", "ranks")
+    reads = ("output_digest", "eval_output_digest")
+    of_several = True
     topics = ("agreement", "precision", "constants", "numbers")
     number_changes = Threshold(
         2,
@@ -134,7 +136,6 @@ class OutputsDisagree(Detector):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._step = 0
         #: topic -> name -> rank -> change: numbers that were not equal when they were looked at last
         self._differing: dict[str, dict[str, dict[int, NumberChange | None]]] = {}
         self._quantities: set[tuple[str, str]] = set()  # numbers of each rank's own, and what was told
@@ -150,7 +151,6 @@ class OutputsDisagree(Detector):
         return self.can_show(step)
 
     def detect(self, step: Step) -> Findings:
-        self._step = max(self._step, step.step + 1)
         for ranks in _fed_alike(step):
             rows = {rank: step.rows[rank] for rank in ranks}
             finding = self._judge(step, rows)
@@ -303,7 +303,7 @@ class OutputsDisagree(Detector):
         if len(set(outputs.values())) < 2:
             return
         yield self.finding(
-            step=max((fact.step for fact in told.values() if fact.step is not None), default=self._step),
+            step=max((fact.step for fact in told.values() if fact.step is not None), default=self.next_step),
             ranks=outvoted(outputs),
             subject=("output",),
             phase="agreement probe",

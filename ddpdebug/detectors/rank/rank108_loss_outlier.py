@@ -84,6 +84,7 @@ class LossOutlier(StreakRule):
     severity = Severity.WARNING
     title = "one rank's loss is an outlier"
     incident = ("ranks", "phase")
+    of_several = True
     topics = ("targets", "loader")
     contrary_alone = Threshold(
         1.5,

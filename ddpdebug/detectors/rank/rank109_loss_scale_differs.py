@@ -39,6 +39,8 @@ class LossScaleDiffers(ComparisonRule):
     code = "RANK109"
     severity = Severity.CRITICAL
     title = "loss scale or skipped steps differ between ranks"
+    reads = ("loss_scale", Flag.SKIPPED)
+    of_several = True
     incident = ()  # a rank that skips alone has another scale afterwards
     fires_on = Examples(
         lambda: (step_at(26, **_AMP), step_at(27, odd={1: {"flags": Flag.SKIPPED}}, **_AMP)),

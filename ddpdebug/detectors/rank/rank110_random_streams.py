@@ -168,6 +168,8 @@ class RandomStreams(StreakRule):
         lambda: Facts(topic="draws", values={0: _told(0), 1: _told(1, step=63)}),
     )
 
+    reads = ("rng_digest",)
+    of_several = True
     topics = ("draws",)
 
     def can_show(self, step: Step) -> bool:

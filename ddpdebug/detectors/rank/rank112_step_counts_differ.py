@@ -56,6 +56,7 @@ class StepCountsDiffer(ComparisonRule):
     title = "ranks are at different optimizer steps"
     incident = ("phase",)
     by_kind = True
+    of_several = True
     topics = ("end",)
     missing_steps = Threshold(
         2,

@@ -46,6 +46,8 @@ class ReplicaDiffers(ComparisonRule):
     code = "RANK113"
     severity = Severity.ERROR
     title = "a copy outside DDP differs between ranks"
+    reads = ("replicas_digest",)
+    of_several = True
     wants = ("replicas",)
     fires_on = Examples(
         lambda: step_at(8, replicas_digest=digest(4), odd=_ODD, replicas=ranks(4, _look("a"), {1: _look("f")})),

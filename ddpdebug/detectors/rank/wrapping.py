@@ -15,11 +15,13 @@ class WrapRule(Detector):
     The group is announced after the module, so facts wait for it; a step or the end of the run ends the wait.
     """
 
+    reads = ()
+    of_several = True
+
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._waiting: dict[int, Mapping[int, Any]] = {}
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
-        self.next_step = 0
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.evidence.get("wrapper"), finding.ranks
@@ -39,9 +41,12 @@ class WrapRule(Detector):
         if index in self._groups and index in self._waiting:
             yield from self._settle(index)
 
+    @property
+    def awake(self) -> bool:
+        return bool(self._waiting)
+
     def detect(self, step: Step) -> Findings:
         yield from self.finish()
-        self.next_step = max(self.next_step, step.step + 1)
 
     def finish(self) -> Findings:
         for index in sorted(self._waiting):

@@ -20,6 +20,10 @@ class HabitRule(StreakRule):
     key: ClassVar[str]  # the field of `Recipe`
     wants = ("recipe",)
 
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "flag"):
+            cls.reads = (cls.flag,)
+
     def shown(self, step: Step) -> Mapping[Hashable, bool] | None:
         shows = bool(self._ranks(step))
         return {self.key: shows} if shows or not step.any(Flag.SKIPPED) else None

@@ -81,9 +81,12 @@ class LearningRateZero(Detector):
 
     def detect(self, step: Step) -> Findings:
         shown = self._shown(step)
-        for what, length in self._lengths.items():
-            run = self._runs[step.optimizer, what] = self._run(step, what) if what in shown else (step.step, 0)
-            if what in shown and run[1] >= length:
+        for what, length in self._lengths.items() if shown or self._runs else ():
+            if what not in shown:
+                self._runs.pop((step.optimizer, what), None)
+                continue
+            run = self._runs[step.optimizer, what] = self._run(step, what)
+            if run[1] >= length:
                 yield from self._report(step, what, run[0])
                 break
         rates = [row.lr for row in step.rows.values() if row.lr > 0]

@@ -52,6 +52,7 @@ class BrokenTie(Detector):
     code = "RCP818"
     severity = Severity.WARNING
     title = "two parameters that look tied are separate objects and have drifted apart"
+    reads = ()
     topics = ("structure", "init")
     wants = ("parameters",)
     tie_step = Threshold(
@@ -96,6 +97,10 @@ class BrokenTie(Detector):
 
     def suspects(self, step: Step) -> bool:
         return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.tie_step)
+
+    @property
+    def awake(self) -> bool:
+        return bool(self._pairs)
 
     def detect(self, step: Step) -> Findings:
         answers = step.answers(Parameters)

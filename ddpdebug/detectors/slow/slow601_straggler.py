@@ -84,6 +84,7 @@ class Straggler(PaceRule):
     code = "SLOW601"
     severity = Severity.WARNING
     title = "one rank is persistently slower"
+    of_several = True
     incident = ("ranks",)
     likely: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "data": ("loader",),

@@ -185,6 +185,49 @@ def middle(values: Iterable[float]) -> float:
     return statistics.median(found) if found else 0.0
 
 
+class Iterations:
+    """The iterations of the training loop.
+
+    Args:
+        warm_up: first ones, which do not count.
+    """
+
+    def __init__(self, warm_up: int) -> None:
+        self.number = 0  # of the newest one
+        self._warm_up, self._count, self._rows = warm_up, 0, 0
+        self._ranks: tuple[int, ...] | None = None
+        self._newest: dict[int, tuple[int, float]] = {}  # optimizer -> its newest row, how many after the one before
+        self._steps: list[Timing] = []  # of the one in progress
+
+    def add(self, step: Step) -> Timing | None:
+        """Add a step; return the times of the iteration that it completes, of one that counts."""
+        timing = timing_of(step)
+        if timing is None or timing.ranks != (self._ranks or timing.ranks):
+            self._steps = []
+            return None
+        self._ranks = timing.ranks
+        self._rows += 1
+        self._newest[step.optimizer] = self._rows, self._rows - self._newest.get(step.optimizer, (-math.inf, 0))[0]
+        self._steps.append(timing)
+        if len(self._newest) > 1 and not self._is_whole():
+            return None
+        steps, self._steps = self._steps, []
+        self._count += 1
+        self.number = max(one.step for one in steps)  # of those that step rarely the numbers are smaller
+        if self._count <= self._warm_up:
+            return None
+        return timing if len(steps) == 1 else replace(added(steps), step=self.number, count=1)
+
+    def _is_whole(self) -> bool:
+        """Return whether all optimizers that are in use have stepped."""
+        patience = _RARE * len(self._newest)  # those that no longer step do not count for it from here on
+        self._newest = {o: known for o, known in self._newest.items() if self._rows - known[0] < patience}
+        patience = _RARE * len(self._newest)
+        rows = self._newest.items()
+        awaited = {optimizer for optimizer, (row, gap) in rows if max(self._rows - row, gap) < patience}
+        return awaited <= {one.work[0].optimizer for one in self._steps}
+
+
 class PaceRule(Detector):
     """A rule that reads the ranks' times in windows of blocks of iterations of the training loop.
 
@@ -208,33 +251,23 @@ class PaceRule(Detector):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._ranks: tuple[int, ...] | None = None
-        self._rows = self._iterations = self._number = 0
-        self._newest: dict[int, tuple[int, float]] = {}  # optimizer -> its newest row, how many after the one before
-        self._steps: list[Timing] = []  # of the iteration in progress
         self._part: list[Timing] = []  # of the block
 
+    @property
+    def _iterations(self) -> Iterations:
+        if (found := self.shared.get("iterations")) is None:
+            found = self.shared["iterations"] = Iterations(int(self.pace_warm_up))
+        iterations: Iterations = found
+        return iterations
+
     def iteration(self, step: Step) -> Timing | None:
-        """Add a step; return the times of the iteration that it completes, of one that counts."""
-        timing = timing_of(step)
-        if timing is None or timing.ranks != (self._ranks or timing.ranks):
-            self._steps = []
-            return None
-        self._ranks = timing.ranks
-        self._rows += 1
-        self._newest[step.optimizer] = self._rows, self._rows - self._newest.get(step.optimizer, (-math.inf, 0))[0]
-        self._steps.append(timing)
-        patience = _RARE * len(self._newest)  # those that no longer step do not count for it from here on
-        self._newest = {o: known for o, known in self._newest.items() if self._rows - known[0] < patience}
-        patience = _RARE * len(self._newest)
-        rows = self._newest.items()
-        awaited = {optimizer for optimizer, (row, gap) in rows if max(self._rows - row, gap) < patience}
-        if not awaited <= {one.work[0].optimizer for one in self._steps}:
-            return None
-        steps, self._steps = self._steps, []
-        self._iterations += 1
-        self._number = max(one.step for one in steps)  # of those that step rarely the numbers are smaller
-        return replace(added(steps), step=self._number, count=1) if self._iterations > self.pace_warm_up else None
+        """Add a step, once for all rules; return the times of the iteration that it completes, of one that counts."""
+        newest, timing = self.shared.get("iteration", (None, None))
+        if newest is not step:
+            timing = self._iterations.add(step)
+            self.shared["iteration"] = step, timing
+        found: Timing | None = timing
+        return found
 
     def block(self, timing: Timing) -> Timing | None:
         """Add an iteration; return the block that it completes."""
@@ -246,7 +279,7 @@ class PaceRule(Detector):
 
     def finding(self, at: Step | None = None, /, **fields: Any) -> Finding:
         """Return a finding as of the newest iteration, with the likely causes of its phase first."""
-        found = super().finding(at, **{"last_step": self._number, **fields})
+        found = super().finding(at, **{"last_step": self._iterations.number, **fields})
         words = self.likely.get(found.phase or "", ())
         causes = sorted(found.causes, key=lambda cause: not any(word in cause for word in words))
         return replace(found, causes=causes)

@@ -23,6 +23,8 @@ class GradientRule(ChainRule):
     """
 
     severity: ClassVar[Severity] = Severity.CRITICAL
+    reads: ClassVar[tuple[str | Flag, ...] | None] = ("grads_digest", "foreign_grads_digest")
+    of_several = True
     wants: ClassVar[tuple[str, ...]] = ("gradients", "contract")
     group = "gradients"
 

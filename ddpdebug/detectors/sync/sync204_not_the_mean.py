@@ -82,6 +82,8 @@ class NotTheMean(Detector):
     all_ranks = True
     severity = Severity.CRITICAL
     title = "the reduced gradient is not the mean of the ranks' gradients"
+    reads = ("local_norm_0",)
+    of_several = True
     wants = ("gradients", "contract")
     mean_gross = Threshold(
         0.1,

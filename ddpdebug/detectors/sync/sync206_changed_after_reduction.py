@@ -118,6 +118,8 @@ class ChangedAfterReduction(GradientRule):
             evidence=evidence,
         )
 
+    reads = ("grads_digest", "foreign_grads_digest", Flag.CLIPPED_BEFORE_SYNC)
+
     def suspects(self, step: Step) -> bool:
         return bool(gradient_classes(step)) or bool(self._own_factors(step))
 

@@ -45,6 +45,7 @@ class ParameterWithoutGradient(Detector):
     severity = Severity.WARNING
     title = "a trainable parameter receives no gradient"
     incident = ("subject",)
+    reads = ("presence_digest",)
     wants = ("gradients", "contract")
     topics = ("alone",)
     no_gradient_steps = Threshold(

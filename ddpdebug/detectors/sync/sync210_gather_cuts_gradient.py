@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity
 from ddpdebug.schema.announcements import Gathered
 
 _FACT: dict[str, Any] = {"location": "loss.py:31", "shapes": [[32, 128]]}
@@ -45,21 +45,13 @@ class GatherCutsGradient(Detector):
         lambda: Facts(topic="gathered:0", values={0: {}}),
     )
 
-    def __init__(self, config: Fields | None = None) -> None:
-        super().__init__(config)
-        self._step = 0
-
-    def detect(self, step: Step) -> Findings:
-        self._step = max(self._step, step.step + 1)
-        yield from ()
-
     def compare(self, topic: str, facts: Mapping[int, Gathered]) -> Findings:
         found = {rank: fact for rank, fact in facts.items() if fact.shapes}
         if not found:
             return
         first = next(iter(found.values()))
         yield self.finding(
-            step=self._step,
+            step=self.next_step,
             ranks=tuple(found),
             subject=tuple(f"tensor of shape {shape}" for shape in first.shapes),
             location=first.location,
