@@ -469,13 +469,22 @@ class Recorder:
         step, since = self.count(watch), state.since
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), state.next_step())
         state.synced = state.syncs
-        state.checking = any([self.due(w.index, w.step) for w in state.watches])
-        self._guard.run("probe:gradients", self._hooks.switch)
+        self.prepare()
         if not has_row:
             keep_for_next(since, state.since)
             self._passed(watch.index, step)
         if self._over is not None:
             self._over(watch.index, has_row=has_row)
+
+    def prepare(self, *, partly: bool = False) -> None:
+        """Prepare for the step that comes: whether it is checked, and what that needs.
+
+        Args:
+            partly: some of it has passed already, so that it is not.
+        """
+        due = [self.due(watch.index, watch.step) for watch in self._state.watches]
+        self._state.checking = any(due) and not partly
+        self._guard.run("probe:gradients", self._hooks.switch)
 
     # --- steps that are not watched -----------------------------------------------------------------------------------
 

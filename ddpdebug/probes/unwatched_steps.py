@@ -121,8 +121,7 @@ class UnwatchedSteps:
         since.cut, since.overhead_before = self._partly, self._overhead
         for wrapper in self._state.wrappers if self._partly else ():
             wrapper.elsewhere = True  # its forward was not seen: a backward now has not passed it by
-        due = [self._recorder.due(watch.index, watch.step) for watch in self._state.watches]
-        self._state.checking = any(due) and not self._partly
+        self._recorder.prepare(partly=self._partly)
         self._bus.emit(events.Woken(optimizer))
 
     # --- what is called in each step; each returns whether the step is watched from here on ---------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from types import CodeType
 
@@ -122,9 +122,13 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_few_gradients_are_hooked_where_a_step_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("watched", [range(5), {0, 3}])
+def test_few_gradients_are_hooked_where_a_step_is_not_checked(
+    watched: Container[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between checks 64 hooks stand for all, those of the first and the last gradient among them; checks have all."""
     monkeypatch.setattr(Schedule, "due", lambda _self, _optimizer, step: step in {0, 3})
+    monkeypatch.setattr(Schedule, "watched", lambda _self, _optimizer, step: step in watched)
     model = nn.parallel.DistributedDataParallel(model_of(10, 20))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooked: list[list[int]] = []
