@@ -148,6 +148,7 @@ class Monitor:
     ends_hang: Callable[[Finding], object] | None = None
     _hang_stop: HangStop | None = None
     _leaving = False
+    _offered = -1  # every so many steps a batch is compared: how often that was due
     _many: ManyRanks | None = None  # of more ranks than talk without a tree
     _group: object | None = None  # the process group of the job whose store we have
     _beats: Beats | None = None
@@ -178,7 +179,7 @@ class Monitor:
             self._emit,
             self._announce,
             self.schedule.due,
-            watched=self._is_watched,
+            watched=self.schedule.watched,
             passed=self._passed,
             hand_over_last=self._emit_last,
             on_group=self._on_group,
@@ -771,9 +772,6 @@ class Monitor:
         self._exchange.progress = max(self._exchange.progress, record.step + 1)
         self._exchange.post(lambda: self._encode(record))
 
-    def _is_watched(self, optimizer: int, step: int) -> bool:
-        return bool(self.config.probe_every) or self.schedule.watched(optimizer, step)
-
     def _passed(self, optimizer: int, step: int) -> None:
         """Note a step that has no row."""
         self._steps[optimizer] = step + 1
@@ -799,7 +797,8 @@ class Monitor:
         """Let the ranks compare what they make of a batch, where that is due."""
         step, every = event.record.step, self.config.probe_every
         if event.record.optimizer == 0:
-            if every and step % every == 0 and self.rank == 0:
+            if every and self.rank == 0 and step // every > self._offered:  # the first that is watched from there on
+                self._offered = step // every
                 self._offer()
             self.agreement.run(self.probes.state.wrappers, step)
 

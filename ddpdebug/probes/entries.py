@@ -510,11 +510,11 @@ class _Door:
 
     def failed(self, noted: Any) -> None:
         if noted is not None:
-            (args, kwargs, _), error = noted, sys.exception()
+            (args, kwargs, watched), error = noted, sys.exception()
             failure.note(error)
+            if not watched and self._entries.threads.ident != threading.get_ident():
+                return
             if self._passes is not None and self._entries.unwatched and self._entries.passing is not None:
-                if self._entries.threads.ident != threading.get_ident():
-                    return
                 self._run("event:Woken", self._entries.passing.wake)
             for part, look in self._failed:
                 self._run(part, look, error, *args, **kwargs)
@@ -567,18 +567,27 @@ class _Step(_Inert):
         if torch.compiler.is_compiling() or entries.closed:
             return
         run = entries.guard.run
-        if self._passes is not None and entries.unwatched:
-            if entries.threads.ident != threading.get_ident():
-                return
-            if not run("event:Passed", self._passes, optimizer):
-                if self._stop is not None:
-                    self._stop()
-                return
+        if self._passes is not None and entries.unwatched and self._pass_by(optimizer, self._passes):
+            return
         if entries.threads.ident == threading.get_ident() or run("probe:threads", self._who, optimizer):
             for part, look in self._looks:
                 run(part, look, optimizer, args, kwargs)
             if self._stop is not None:
                 self._stop()
+
+    def _pass_by(self, optimizer: Any, passes: Callable[..., bool]) -> bool:
+        """Return whether a step that is not watched is left alone."""
+        entries = self._entries
+        run = entries.guard.run
+        if entries.threads.ident != threading.get_ident():
+            if run("probe:threads", self._who, optimizer) and entries.passing is not None:
+                run("event:Woken", entries.passing.wake)  # the thread that was followed has ended
+            return entries.unwatched
+        if run("event:Passed", passes, optimizer):
+            return False
+        if self._stop is not None:
+            self._stop()
+        return True
 
 
 class _Hook(_Inert):

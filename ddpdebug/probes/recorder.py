@@ -178,7 +178,8 @@ class Recorder:
         ddp, since = event.ddp, self._state.since
         noted = since.parts[Forwards]
         wrapper = self._models.wrapped(ddp)
-        wrapper.in_forward, wrapper.elsewhere = True, False
+        wrapper.in_forward = True
+        wrapper.elsewhere = wrapper.elsewhere and not torch.is_grad_enabled()
         self._started.append(0.0)
         if not torch.is_grad_enabled():
             if self._state.checking and not ddp.module.training and len(noted.eval_batch) < _MAX_EVAL_FORWARDS:
@@ -460,7 +461,9 @@ class Recorder:
         self._shares = losses.settle(self._shares)  # not before: with a closure, the step runs the last backward
         losses.scale, losses.adding = self._calls.last_loss_scale, self._adding
         self._bus.emit(events.StepClosed(watch, record))
-        has_row, alone, state.alone = self._watched(watch.index, watch.step), state.alone, False
+        has_row, alone, state.alone = not state.passes and self._watched(watch.index, watch.step), state.alone, False
+        if not has_row:
+            state.syncs = state.synced  # the other ranks have not counted what this one has looked at
         if alone and not has_row:
             record.flags |= Flag.ALONE
             has_row = True
@@ -474,7 +477,7 @@ class Recorder:
             keep_for_next(since, state.since)
             self._passed(watch.index, step)
         if self._over is not None:
-            self._over(watch.index, has_row=has_row)
+            self._over(watch.index)
 
     def prepare(self, *, partly: bool = False) -> None:
         """Prepare for the step that comes: whether it is checked, and what that needs.
@@ -482,14 +485,14 @@ class Recorder:
         Args:
             partly: some of it has passed already, so that it is not.
         """
-        due = [self.due(watch.index, watch.step) for watch in self._state.watches]
+        due = [self.due(watch.index, watch.step) for watch in self._state.newest()]
         self._state.checking = any(due) and not partly
         self._guard.run("probe:gradients", self._hooks.switch)
 
     # --- steps that are not watched -----------------------------------------------------------------------------------
 
     def when_over(self, call: Callable[..., None]) -> None:
-        """Call with the optimizer's number and `has_row` as a step is over."""
+        """Call with the optimizer's number as a step is over."""
         self._over = call
 
     def known(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch | None:

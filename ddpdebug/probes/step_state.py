@@ -73,6 +73,7 @@ class StepState:
         self.since = SinceLastStep(started=time.perf_counter())
         self.clock = Clock()
         self.checking = True  # the sampled tier runs in this step
+        self.passes = False  # the step has no row, also where it is looked at from some moment on
         self.alone = False  # the step has a row of this rank's, although it is not to be watched
         self.in_backward = 0  # backwards that run, one inside the other
         self.backwards = self.syncs = 0
@@ -89,6 +90,10 @@ class StepState:
             if watch.step > step:  # noqa: PLR1730 - so does `max`
                 step = watch.step
         return step
+
+    def newest(self) -> list[OptimizerWatch]:
+        """Return the newest watch of each optimizer's number."""
+        return list({watch.index: watch for watch in self.watches}.values())
 
     def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
         """Return the watch of a DDP, if there is one."""

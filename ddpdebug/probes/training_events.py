@@ -459,11 +459,12 @@ class OptimizerEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepPassed(Event):
-    """An optimizer has taken a step that was not watched, with this number."""
+    """An optimizer has taken a step that was not watched, with this number, after so many backwards."""
 
     optimizer: torch.optim.Optimizer
     watch: OptimizerWatch
     step: int
+    backwards: int
 
 
 @dataclass(frozen=True, slots=True)

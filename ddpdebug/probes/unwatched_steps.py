@@ -10,12 +10,14 @@ steps that are not very short are followed by the numbers all the same, and a lo
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as all_optimizers
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.clock import time
@@ -38,6 +40,9 @@ _FORGOTTEN = 64
 _FOLLOWED_SECONDS, _APART = 0.01, 64
 #: ... where none of so many was shorter: on a busy machine short ones are interrupted.
 _RECENT = 8
+#: A forward without gradients in so many steps in a row is a part of them, and no evaluation.
+_USUAL_VIEWS = 8
+_OPTIMIZER = all_optimizers.__file__
 #: Who follows the numbers: what is kept of a forward for its replay, and the notes of the forward.
 _NUMBERS = frozenset({"probe:scene", "probe:numerics-forward"})
 
@@ -69,37 +74,41 @@ class UnwatchedSteps:
         self._wakes = False  # as soon as the optimizer has stepped
         self._taken = 0  # steps of all optimizers
         self._at: dict[int, int] = {}  # the newest of them by optimizer
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._overhead = 0.0  # of ddpdebug's time before the newest row
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = _nobody  # that has stepped last
+        self._backwards = self._views = 0  # of this step; newest steps in a row with a forward without gradients
+        self._viewed = self._is_off = False
         self._roots: dict[int, Any] = {}
         self._follows = False  # the numbers
         self._recent: deque[float] = deque(maxlen=_RECENT)  # what the newest steps took, in seconds
         self._bad = -_APART  # the step with the newest loss that was not finite
         self._entries.passing = self
         recorder.when_over(self._over)
+        guard.when_off("event:Passed", self._give_up)
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    def _over(self, optimizer: int, *, has_row: bool) -> None:
-        """A watched step is over: let the next one pass, unless it is to be watched."""
-        if has_row:
-            self._overhead = self._guard.elapsed()
-        else:
-            self._state.since.overhead_before = self._overhead
+    def _over(self, optimizer: int) -> None:
+        """A step that was looked at is over: let the next one pass, unless it is to be watched."""
         self._note(optimizer)
-        if self._may_pass():
+        self._state.passes = self._may_pass()
+        if self._state.passes:
             self._partly, self._entries.unwatched, self._follows = False, True, self._is_on_cpu()
+            self._viewed, self._backwards = False, 0
             self._stepping.clear()
             self._look_for_evaluations()
+
+    def _give_up(self) -> None:
+        """Have every step watched: nobody would see the end of one that passes."""
+        self._is_off, self._entries.unwatched, self._state.passes = True, False, False
 
     def _note(self, optimizer: int) -> None:
         self._taken += 1
         self._at[optimizer] = self._taken
 
     def _may_pass(self) -> bool:
-        if not self._recorder.may_pass():
+        if self._is_off or not self._recorder.may_pass():
             return False
-        for watch in self._state.watches:
+        for watch in self._state.newest():
             known = self._taken - self._at.get(watch.index, 0) < _FORGOTTEN
             if known and self._watched(watch.index, watch.step):
                 return False
@@ -113,16 +122,15 @@ class UnwatchedSteps:
             self._wakes = True
             return
         self._entries.unwatched = self._wakes = False
-        optimizer, self._optimizer = self._optimizer, None
         before = self._state.since
         self._guard.cut()  # what the probes have noted is of an earlier step
         since = self._state.since
         keep_for_next(before, since)
-        since.cut, since.overhead_before = self._partly, self._overhead
+        since.cut = self._partly
         for wrapper in self._state.wrappers if self._partly else ():
             wrapper.elsewhere = True  # its forward was not seen: a backward now has not passed it by
         self._recorder.prepare(partly=self._partly)
-        self._bus.emit(events.Woken(optimizer))
+        self._bus.emit(events.Woken(self._optimizer()))
 
     # --- what is called in each step; each returns whether the step is watched from here on ---------------------------
 
@@ -144,10 +152,17 @@ class UnwatchedSteps:
     def forward(self, *_: Any, **__: Any) -> bool:
         """A model is called."""
         if not torch.is_grad_enabled():
-            self.wake()
-            return True
+            return self._views_model()
         self._partly = True
         return self._follows
+
+    def _views_model(self) -> bool:
+        """A model is called without gradients: it is evaluated, unless each step does so."""
+        if self._views < _USUAL_VIEWS:
+            self._views += not self._viewed
+            self.wake()
+        self._viewed = True
+        return not self._entries.unwatched
 
     def prepared(self, *_: Any, **__: Any) -> bool:
         """A DDP prepares its forward."""
@@ -156,6 +171,7 @@ class UnwatchedSteps:
     def backward(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
         """`backward` is called."""
         self._partly = True
+        self._backwards += 1
         self._collectives.backward()
         if not self._follows or are_many(self._state.world) or _is_finite(tensors):
             return False
@@ -170,8 +186,8 @@ class UnwatchedSteps:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer is about to step."""
-        if self._stepping and id(optimizer) in self._stepping:
-            self._stepping.clear()  # its last step has raised
+        if self._stepping and (id(optimizer) in self._stepping or not _is_nested()):
+            self._stepping.clear()  # the last step has raised
         if not self._stepping and self._recorder.known(optimizer) is None:
             self._partly = True
             self.wake()
@@ -193,14 +209,17 @@ class UnwatchedSteps:
         state, now = self._state, time.perf_counter()
         self._recent.append(now - state.since.started)
         self._follows = min(self._recent) >= _FOLLOWED_SECONDS and self._is_on_cpu()
-        since, state.since = state.since, SinceLastStep(now, self._overhead, state.next_step())
+        since, state.since = state.since, SinceLastStep(now, self._guard.elapsed(), state.next_step())
         keep_for_next(since, state.since)
         state.synced = state.syncs
         self._note(watch.index)
-        self._partly, self._optimizer = False, optimizer
+        backwards, self._backwards = self._backwards, 0
+        self._views = self._views if self._viewed else 0
+        self._partly, self._viewed, self._optimizer = False, False, watch.ref or _nobody
         self._passed(watch.index, step)
-        self._bus.emit(events.StepPassed(optimizer, watch, step))
-        if self._wakes or not self._may_pass():
+        self._bus.emit(events.StepPassed(optimizer, watch, step, backwards))
+        state.passes = self._may_pass()
+        if self._wakes or not state.passes:
             self.wake()
         return False
 
@@ -220,7 +239,20 @@ class UnwatchedSteps:
 
     def _called(self, *_: Any) -> None:
         if self._entries.unwatched and not torch.is_grad_enabled() and self._entries.threads.is_here():
-            self.wake()
+            self._views_model()
+
+
+def _nobody() -> None:
+    """Stand for an optimizer that is not known."""
+
+
+def _is_nested() -> bool:
+    """Tell whether an optimizer's step runs inside of another one's: torch's function around it lies there twice."""
+    frame, number = sys._getframe(1), 0  # noqa: SLF001 - the documented way to walk the stack cheaply
+    while frame is not None:
+        number += frame.f_code.co_filename == _OPTIMIZER and frame.f_code.co_name == "wrapper"
+        frame = frame.f_back  # type: ignore[assignment]  # the outermost has none
+    return number > 1
 
 
 def _is_finite(loss: Any) -> bool:

@@ -1,8 +1,8 @@
 """What a rank saw in one step: the fixed row, its flags and its encoding. Torch-free.
 
-The row is the only thing that every rank sends in every step. Its size does not depend on the model. Digests are
-64-bit fingerprints; 0 means "not computed in this step". NaN in a float field means "not known". This file is the
-documentation of the layout; `LAYOUT_VERSION` changes whenever a field does.
+The row is the only thing that every rank sends in every step that is watched. Its size does not depend on the model.
+Digests are 64-bit fingerprints; 0 means "not computed in this step". NaN in a float field means "not known". This file
+is the documentation of the layout; `LAYOUT_VERSION` changes whenever a field does.
 """
 
 from __future__ import annotations

@@ -168,6 +168,7 @@ def test_a_step_that_is_not_checked_does_nothing_for_each_module(
 ) -> None:
     """Twice the modules and parameters are no reason to call more."""
     monkeypatch.setattr(Schedule, "due", lambda _self, _optimizer, step: not step)
+    monkeypatch.setattr(Schedule, "watched", lambda *_: True)
     calls_of(2, tmp_path / "first")  # what is done once in a process
     small, large = calls_of(10, tmp_path / "small"), calls_of(20, tmp_path / "large")
     assert small

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -217,3 +219,56 @@ def test_gradients_that_are_never_cleared_are_seen(job: Job) -> None:
         job.optimizer.step()
     assert job.rows[-1].step == 10
     assert job.rows[-1].since.parts[RecipeNotes].flags & Flag.GRADS_CARRIED
+
+
+def test_a_forward_without_gradients_in_each_step_is_a_part_of_it(job: Job) -> None:
+    """A teacher, a target: it wakes for a while, and then no more."""
+    job.run(7)
+    woken = job.hear(Woken)
+    for _ in range(60):
+        with torch.no_grad():
+            job.model(torch.ones(2, 4))
+        job.step()
+    early, watched = len(woken), 12
+    assert early <= 8 + watched
+
+
+def test_an_optimizer_is_not_kept_alive(job: Job) -> None:
+    """It may go after a step that was not watched."""
+    job.run(7)
+    gone = weakref.ref(job.optimizer)
+    job.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    gc.collect()
+    assert gone() is None
+
+
+def test_reductions_that_others_have_not_counted_do_not_count(job: Job) -> None:
+    """Whoever looks at the rest of a step alone has none more than the others."""
+    job.run(7)
+    before = job.probes.state.syncs
+    with torch.no_grad():
+        job.model(torch.ones(2, 4))
+    job.probes.state.syncs += 1
+    job.run(4)
+    assert job.probes.state.syncs == before
+
+
+def test_a_step_that_has_raised_is_not_waited_for(job: Job) -> None:
+    """The next optimizer's steps are counted."""
+
+    class Broken(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+            if self.broken:
+                raise MemoryError
+            super().step(closure)
+
+    job.optimizer = broken = Broken(job.model.parameters(), lr=0.01)
+    job.run(7)
+    broken.broken = True
+    with pytest.raises(MemoryError):
+        job.step()
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.01)
+    job.run(10)
+    assert job.steps[-1] in {10, 15}

@@ -60,6 +60,7 @@ class RepeatedBatch(Detector):
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
+        self._newest: dict[int, int] = {}  # step by optimizer
 
     @property
     def awake(self) -> bool:
@@ -69,6 +70,9 @@ class RepeatedBatch(Detector):
         if step.any(Flag.CLOSURE):
             return
         again, enough = {}, self.repeated_batch_steps
+        if step.step > self._newest.get(step.optimizer, step.step) + 1:  # batches in between were not seen
+            self._runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
+        self._newest[step.optimizer] = step.step
         if step.chosen:  # of a rank that is not there it is not known
             self._runs = {k: run for k, run in self._runs.items() if k[0] != step.optimizer or k[1] in step.rows}
         for rank, row in step.rows.items():

@@ -248,7 +248,7 @@ class Recipe:
         bus.on("probe:recipe", events.StepBegan, self._before_step)
         bus.on("probe:recipe", events.StepEnded, self._after_step)
         bus.on("probe:scaler", events.StepSkipped, self._skipped)
-        bus.on("probe:schedules", events.StepPassed, lambda event: self.schedules.passed(event.optimizer))
+        bus.on("probe:schedules", events.StepPassed, self._passed)
         bus.on("probe:clearing", events.Woken, self._woken)
         bus.on("probe:audit", events.OptimizerBuilt, self._built)
         bus.on("probe:schedules", events.SchedulerBuilt, self.scheduler_built)
@@ -694,6 +694,11 @@ class Recipe:
         self._run("probe:clearing", self.clearing.after_step, optimizer)
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
+
+    def _passed(self, event: events.StepPassed) -> None:
+        """Count a step that was not watched."""
+        self._backwards += event.backwards
+        self.schedules.passed(event.optimizer)
 
     def _woken(self, event: events.Woken) -> None:
         """Begin anew after steps that were not watched."""
