@@ -10,23 +10,25 @@ end the process. Processes that such a thread starts inherit that. Torch-free.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` and `threading` load much before the script does
 import _thread
 import os
-import signal
-import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 #: Those that are not caused by what the thread itself has done.
-_FROM_OUTSIDE = signal.valid_signals() - {
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSEGV,
-    signal.SIGSYS,
-    signal.SIGTRAP,
+_FROM_OUTSIDE = _signal.valid_signals() - {
+    _signal.SIGABRT,
+    _signal.SIGBUS,
+    _signal.SIGFPE,
+    _signal.SIGILL,
+    _signal.SIGSEGV,
+    _signal.SIGSYS,
+    _signal.SIGTRAP,
 }
 #: Of those that run: number of the thread -> process, name.
 _running: dict[int, tuple[int, str]] = {}
@@ -49,14 +51,14 @@ class Thread:
     """
 
     def __init__(self, name: str, call: Callable[..., object], *args: Any) -> None:
-        self._pid, self._ident, self._runs = os.getpid(), 0, threading.Lock()
+        self._pid, self._ident, self._runs = os.getpid(), 0, _thread.allocate_lock()
         self._runs.acquire()  # until it has ended, and by whoever waits for that in the moment in which he learns it
         self._over = False
         _thread.start_new_thread(self._run, (name, call, args))
 
     def _run(self, name: str, call: Callable[..., object], args: tuple[Any, ...]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
-        self._ident = threading.get_ident()
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, _FROM_OUTSIDE)
+        self._ident = _thread.get_ident()
         _running[self._ident] = self._pid, name
         with suppress(BaseException):  # the script's hooks must not hear of it; who has something to say has caught it
             call(*args)
@@ -70,7 +72,7 @@ class Thread:
 
     def is_here(self) -> bool:
         """Tell whether the caller runs in it."""
-        return self.is_alive() and self._ident == threading.get_ident()
+        return self.is_alive() and self._ident == _thread.get_ident()
 
     def join(self, seconds: float = -1.0) -> None:
         """Wait until it has ended, for so long at most where that is given."""
@@ -82,7 +84,7 @@ class Timer(Thread):
     """A thread of ours that makes a call after some seconds, unless it is cancelled."""
 
     def __init__(self, name: str, seconds: float, call: Callable[..., object], *args: Any) -> None:
-        self._waits = threading.Lock()
+        self._waits = _thread.allocate_lock()
         self._waits.acquire()
         super().__init__(name, self._wait, seconds, call, args)
 

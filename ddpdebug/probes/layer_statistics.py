@@ -193,7 +193,7 @@ class Layers:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._only = None if layers is None else frozenset(map(id, layers))
         parts = internals.modules(root) if layers is None else layers
-        self._stride, self._leaves = max(1, math.ceil(sum(map(internals.is_leaf, parts)) / MAX_CALLS)), 0
+        self._stride, self._leaves = max(1, math.ceil(sum([internals.is_leaf(part) for part in parts]) / MAX_CALLS)), 0
         return rank < _RANKS
 
     def look(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -109,6 +109,7 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
     foreign |= {"--shm-size", "--ipc"}  # of container engines
     foreign |= {"--rounds", "--block", "--learn", "--ways", "--busy", "--first", "--steady"}  # of the benchmark
     foreign |= {"--cost", "--against"}  # of benchmarks/scrapes.py
+    foreign |= {"--modules", "--ddp", "--steps"}  # of benchmarks/modules.py
     foreign |= {"--worlds", "--finding", "--meeting", "--talk", "--process"}  # of benchmarks/scale.py
     foreign |= {"--option", "--tree", "--twice"}  # of tests/harm/pairs.py
     foreign |= {"--held-out", "--reveal", "--recorded", "--accept"}  # of tests/detection/score.py
