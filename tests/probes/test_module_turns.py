@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cProfile
-import gc
 import math
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -146,24 +145,27 @@ def test_few_gradients_are_hooked_where_a_step_is_not_checked(
 
 
 def calls_of(size: int, out: Path) -> int:
-    """Return how often functions of ddpdebug are called in steps that are not checked, of a model of that size."""
+    """Return how often functions of ddpdebug are called in a step that is not checked, of a model of that size.
+
+    In the one of four with the fewest: something comes only now and then.
+    """
     model = nn.parallel.DistributedDataParallel(model_of(size, 20))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    profile = cProfile.Profile()
-    gc.collect()  # what goes with an earlier model calls ours as well
-    gc.disable()
+    home, counts = str(Path(ddpdebug.__file__).parent), []
     with ddpdebug.watch(model, optimizer, out=out, metrics="off", quiet=True):
         for step in range(10):
-            if step == 6:  # what is looked at once is over
+            profile = cProfile.Profile()
+            if step >= 6:  # what is looked at once is over
                 profile.enable()
             model(torch.ones(2)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        profile.disable()
-    gc.enable()
-    home = str(Path(ddpdebug.__file__).parent)
-    codes = ((entry.code, entry.callcount) for entry in profile.getstats())
-    return sum(count for code, count in codes if isinstance(code, CodeType) and code.co_filename.startswith(home))
+            profile.disable()
+            codes = ((entry.code, entry.callcount) for entry in profile.getstats())
+            counts.append(
+                sum(n for code, n in codes if isinstance(code, CodeType) and code.co_filename.startswith(home))
+            )
+    return min(counts[6:])
 
 
 @pytest.mark.usefixtures("group")
@@ -176,7 +178,7 @@ def test_a_step_that_is_not_checked_does_nothing_for_each_module(
     calls_of(2, tmp_path / "first")  # what is done once in a process
     small, large = calls_of(10, tmp_path / "small"), calls_of(20, tmp_path / "large")
     assert small
-    assert large - small < 400  # less than one for each module more, in four steps
+    assert large - small < 100  # of 200 modules more
 
 
 @pytest.mark.usefixtures("group")
