@@ -35,7 +35,7 @@ from ddpdebug.schema.step import are_many
 
 #: An optimizer that has not stepped for so many steps of others is not waited for.
 _FORGOTTEN = 64
-#: Shorter steps are not followed by the numbers: what that takes is some 0.1 ms. After a loss that is not finite the
+#: Shorter steps are not followed by the numbers, which takes as much as a step may. After a loss that is not finite the
 #: next ones are not either: they show nothing new.
 _FOLLOWED_SECONDS, _APART = 0.01, 64
 #: ... where none of so many was shorter: on a busy machine short ones are interrupted.
