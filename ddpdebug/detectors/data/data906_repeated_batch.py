@@ -60,7 +60,6 @@ class RepeatedBatch(Detector):
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
-        self._newest: dict[int, int] = {}  # step by optimizer
 
     @property
     def awake(self) -> bool:
@@ -70,17 +69,12 @@ class RepeatedBatch(Detector):
         if step.any(Flag.CLOSURE):
             return
         again, enough = {}, self.repeated_batch_steps
-        if step.step > self._newest.get(step.optimizer, step.step) + 1:  # batches in between were not seen
-            self._runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
-        self._newest[step.optimizer] = step.step
-        if step.chosen:  # of a rank that is not there it is not known
-            self._runs = {k: run for k, run in self._runs.items() if k[0] != step.optimizer or k[1] in step.rows}
         for rank, row in step.rows.items():
             key, value = (step.optimizer, rank), int(row.record_digest)
-            before, first, number = self._runs.pop(key, (0, step.step, 0))
+            before, first, number = self._runs.pop(key, (0, 0, 0))
             if not value:
                 continue
-            same = value == before
+            same = value == before and first + number == step.step  # no batch in between that was not seen
             self._runs[key] = (value, first if same else step.step, number + 1 if same else 1)
             if same and number + 1 >= enough:
                 again[rank] = self._runs[key]
