@@ -1,15 +1,14 @@
-"""The wiring: probes -> rows -> exchange -> steps -> detectors -> findings -> sinks. The only object with state."""
+"""The wiring: probes -> rows -> exchange -> steps -> rules -> findings -> sinks, from the first hook to the last act."""
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import os
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,18 +22,14 @@ from ddpdebug._version import __version__
 from ddpdebug.clock import time, utc_now
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.detectors.fail.rules import is_victims
-from ddpdebug.diagnosis.engine import Diagnosis, Request
 from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun, text_of
-from ddpdebug.exchange.addresses import address_towards, listening_address
 from ddpdebug.exchange.beats import Beats
-from ddpdebug.exchange.meeting import ADDRESS, ELSEWHERE, RollCall, Waiting
-from ddpdebug.exchange.partial import set_of
-from ddpdebug.exchange.step_assembler import Assembler, fault_of
+from ddpdebug.exchange.meeting import ADDRESS, RollCall
 from ddpdebug.exchange.step_vote import NumericGuard
-from ddpdebug.exchange.ticks import Alone, Exchange, Group, Tick, wire_format
-from ddpdebug.exchange.tree import Circle, Tree
+from ddpdebug.exchange.ticks import Exchange, Group, Tick, wire_format
+from ddpdebug.exchange.tree import Tree
 from ddpdebug.exchange.tree_ticks import TreeExchange
 from ddpdebug.forensics.element_search import Elements
 from ddpdebug.forensics.failure import about_error
@@ -43,14 +38,16 @@ from ddpdebug.forensics.memory.oom import checkpoint_bytes
 from ddpdebug.forensics.output_probe import AgreementProbe
 from ddpdebug.forensics.replay.investigator import Investigator
 from ddpdebug.instrument.probes import Probes
-from ddpdebug.isolation.guard import Guard, contained, keep_unrecorded
+from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
-from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
+from ddpdebug.monitor.judging import Judging, Outlets
+from ddpdebug.monitor.many_ranks import MESSAGES
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
+from ddpdebug.monitor.side_groups import Meeting, SideGroups
 from ddpdebug.monitor.sinks import open_sinks, own_device, stand_in, start_keeper, start_pusher
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
@@ -64,7 +61,7 @@ from ddpdebug.processes.linger import Keeper
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, last_state, read_findings, read_outcomes
+from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, read_findings, read_outcomes
 from ddpdebug.run_directory.writer import OwnFindings
 from ddpdebug.schema.announcements import (
     Announcement,
@@ -81,20 +78,17 @@ from ddpdebug.schema.announcements import (
     topic_text,
 )
 from ddpdebug.schema.coverage import Coverage
-from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import ENDED, is_by_hang, is_hang, name_of, reason_of
-from ddpdebug.schema.row import Flag, Row, decode, encode
-from ddpdebug.schema.step import Step, are_many
+from ddpdebug.schema.row import Flag, Row, encode
+from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
-from ddpdebug.sinks import FindingRaised, Met, Record, RunEnded, Saved, StepJudged, Trouble
+from ddpdebug.sinks import FindingRaised, Met, Record, RunEnded, Saved, Trouble
 from ddpdebug.sinks.fanout import Fanout
 
 #: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
 _WEIGHED = frozenset({0, 1, 10, 100, 1000})
 _LAST_STATES = 16
-#: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
-_GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 #: What all ranks do at the same step is agreed on so long ahead of the fastest rank: a stop, and a look.
 _STOP_SECONDS, _LOOK_SECONDS = 0.5, 0.1
 #: Sinks hear so often who takes part.
@@ -124,7 +118,6 @@ _MESSAGES = frozenset(
 )
 #: How long the end waits for what a replay finds.
 _REPLAY_SECONDS = 5.0
-_ENDED = "the process group has ended before all ranks had come"
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -149,8 +142,6 @@ class Monitor:
     _hang_stop: HangStop | None = None
     _leaving = False
     _offered = -1  # every so many steps a batch is compared: how often that was due
-    _many: ManyRanks | None = None  # of more ranks than talk without a tree
-    _group: object | None = None  # the process group of the job whose store we have
     _beats: Beats | None = None
 
     def __init__(
@@ -195,20 +186,16 @@ class Monitor:
         self.directory: Path | None = None
         self._home: Path | None = None  # the same wherever the script moves to
         self._exchange: Exchange | None = None
-        self._store: Any = None
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
         self._troubles: list[Trouble] = []
-        # of `_troubles` and `_has_sinks`, for any thread may be in trouble; and of `_diagnosis`: two of ours may use it
-        # once the ranks cannot talk
-        self._writing, self._judging = threading.Lock(), threading.RLock()
+        self._writing = threading.Lock()  # of `_troubles` and `_has_sinks`, for any thread may be in trouble
         self._has_sinks = False
         # the only objects that both threads touch; see docs/how-it-works.md
         self._records, self._plans = StepStore(), Plans()
         self._back = Guard(self._trouble)  # of the background thread: a guard counts the time of one thread
-        self._steps, self._told = dict[int, int](), dict[int, int]()  # taken, and the newest judged, by optimizer
+        self._steps = dict[int, int]()  # taken, by optimizer
         self._thread_seconds, self._closed = 0.0, False
         self._stopping = self._unguarded = False  # these and what follows: of the background thread
-        self._roll: RollCall | None = None
         self._pid, self._began = os.getpid(), utc()
         bus, state = self.probes.bus, self.probes.state
         Investigator(
@@ -244,18 +231,25 @@ class Monitor:
             redactor=self.redactor,
             disk=self.disk,
         )
-        self._members, self._progress, self._unoffered = 1, 0, False
-        self._doubted, self._met = set[int](), (Met(members=()), 0.0)  # ranks with rows left out; last met, and when
+        self._members, self._unoffered = 1, False
+        self._met = Met(members=()), 0.0  # last met, and when
         self.covering = Covering(self._account, self._write, self._announce, quiet=config.quiet)
         starting = None if self.starts is None else (self.starts.before, self.starts.after)
         self._counts = CoverageProbe(bus, self.probes.entries, state.wrappers, self._on_child, starting)
         bus.on("probe:coverage", NeverStepped, lambda _: self.covering.start())
         self._last = StepStore(_LAST_STATES)
-        # last states that this rank has handed over; of the background thread: who has ended, and rank -> last states
-        # of it that are still to come then
-        self._promised, self._ended, self._awaited = 0, set[int](), dict[int, int]()
+        self._promised = 0  # last states that this rank has handed over
         self._answering = Answering(state, self.memory.holder_search, self._records, self._last, self._say, self._back)
-        self._assembler, self._last_states, self._diagnosis = Assembler(1), Assembler(1), Diagnosis(world=1)
+        self._judging = self._new_judging()
+        meeting = Meeting(
+            identity=self._identity,
+            begins=self.covering.meeting,
+            missing=self._why_not_wait,
+            met=self._on_met,
+            connecting=self._connecting,
+            on_silence=self._on_silence,
+        )
+        self.groups = SideGroups(self._number, meeting)
 
     # --- public -------------------------------------------------------------------------------------------------------
 
@@ -358,8 +352,7 @@ class Monitor:
         self._closed = True
 
     def _let_store_go(self) -> None:
-        """Drop the job's store: one in a file goes with its last connection, before which the interpreter may end."""
-        self._store = self._roll = self._group = None
+        self.groups.let_store_go()
         self.covering.let_store_go()
         if self._beats is not None:
             self._beats.let_go()
@@ -514,24 +507,18 @@ class Monitor:
             self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         lost = ""
         if self.world > 1:
-            self._group = internals.default_group_id()
-            try:
-                self._store = internals.private_store()
-            except Exception as error:  # noqa: BLE001 - a store of the user's may do anything
-                lost = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
-            expected = self.world
-            if self._store is None and not lost:
+            lost, expected = self.groups.open_store(), self.world
+            if self.groups.store is None and not lost:
                 self.rank, self.world = 0, 1
-            self.covering.begin(self.rank, expected, self._store, f"ddpdebug/{self._number}")
+            self.covering.begin(self.rank, expected, self.groups.store, self.groups.prefix)
         note(self._origin, self.rank)
         self.probes.meet(self.world)
         self.elements.rank, self.disk.ranks = self.rank, self.world
         self.numeric_guard.meet(range(self.world))
         self.memory.begin(self.rank, self.world)
-        config = {**asdict(self.config), "world": self.world}
-        self._diagnosis = Diagnosis(world=self.world, config=config, on_trouble=self._trouble)
-        facts = self._diagnosis.facts
-        self._assembler, self._last_states = Assembler(self.world, facts), Assembler(self.world, facts)
+        self._judging = self._new_judging()
+        self.groups.rank, self.groups.world = self.rank, self.world
+        self.groups.is_tree = self._judging.many is not None
         connect, tick = contained(self._connect), contained(self._judge_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
         self._exchange = self._make_exchange(*calls)
@@ -547,22 +534,20 @@ class Monitor:
         self.covering.start()
 
     def _make_exchange(self, *calls: Any) -> Exchange:
-        if not are_many(self.world):
-            return Exchange(self.rank, self.world, *calls)
-        of_many = Calls(
+        kind = Exchange if self._judging.many is None else TreeExchange
+        return kind(self.rank, self.world, *calls)
+
+    def _new_judging(self) -> Judging:
+        config = {**asdict(self.config), "world": self.world}
+        outlets = Outlets(
             say=self._say,
+            write=self._write,
             learn=self._learn,
-            judge=self._feed,
-            show=self._tell_step,
-            report=lambda found: self._report(found, self._progress),
-            adopt=lambda found: self._back.run("diagnosis", self._diagnosis.adopt, found),
-            curious=lambda step: self._back.run("diagnosis", self._diagnosis.curious, step) or (),
-            answer=self._answering.ask,
+            report=self._report,
             tell_again=self._announce_again,
-            tell=self._back.tell,
+            trouble=self._trouble,
         )
-        self._many = ManyRanks(self.rank, self.world, of_many)
-        return TreeExchange(self.rank, self.world, *calls)
+        return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
 
     def _watch_progress(self) -> ProgressWatch | None:
         if self.world == 1:
@@ -575,7 +560,7 @@ class Monitor:
                 say=lambda hang: self._say("leave", hang=hang),
                 leave=self._leave_by_hang,
             )
-        self._beats = Beats(internals.private_store, self._beats_prefix, self.rank)
+        self._beats = Beats(internals.private_store, self.groups.beats_prefix, self.rank)
         watcher = Watcher(
             self.rank,
             internals.Collectives(),
@@ -604,71 +589,19 @@ class Monitor:
         self._back.when_off("progress", watch.went_off)
         return watch
 
-    def _beats_prefix(self) -> str:
-        return f"ddpdebug/{self._number}/{'' if self._roll is None else self._roll.token}"
-
     # --- meeting the other ranks, in the background thread ------------------------------------------------------------
 
     def _connect(self, generation: int, members: tuple[int, ...]) -> Group | Tree:
-        """Return the side group.
-
-        Raises:
-            ConnectionError: the ranks cannot be compared, and why.
-        """
-        keep_unrecorded()  # an execution trace of the script's lists what all threads do
         if len(members) == 1:
-            self._let_store_go()  # its connection must not outlive the job's process group
-            return Alone() if self._many is None else Tree(members, self.rank, self._connect_none, Alone())
-        size, position = len(members), members.index(self.rank)
-        known = self._roll if generation else None
-        prefix = self._meet() if known is None else known.meet_again(generation, size)
-        place = self._store, f"{prefix}/{generation}"
-        watch = self._progress_watch
-        with nullcontext() if watch is None else watch.connecting():
-            if self._many is not None:
-                return self._tree(*place, members)
-            listening = self._on_silence, self._address()
-            return internals.GlooGroup(*place, position, size, _GROUP_TIMEOUT, *listening)
+            self._let_store_go()
+        return self.groups.connect(generation, members)
 
-    def _address(self) -> str:
-        """Return where this rank listens for those on other hosts."""
-        other = "" if self._roll is None else str(self._roll.settings.get(ELSEWHERE, ""))
-        return listening_address(self._way_to_store(), other)
-
-    def _way_to_store(self) -> str:
-        return address_towards(internals.store_host(self._store))
-
-    @staticmethod
-    def _connect_none(circle: Circle) -> internals.GlooGroup:
-        raise AssertionError(circle)  # a rank alone is in none
-
-    def _tree(self, store: Any, prefix: str, members: tuple[int, ...]) -> Tree:
-        address = self._address()
-
-        def connect(circle: Circle) -> internals.GlooGroup:
-            name = f"{prefix}/{circle.level}/{circle.members[0]}"
-            place = circle.members.index(self.rank), len(circle.members)
-            return internals.GlooGroup(store, name, *place, _GROUP_TIMEOUT, self._on_silence, address)
-
-        given = "" if self._roll is None else str(self._roll.settings.get("~neighbours"))
-        neighbours = int(given) if given.isdecimal() else 0
-        return Tree(members, self.rank, connect, internals.Words(store, prefix), neighbours)
-
-    def _meet(self) -> str:
-        if self._store is None and not self._take_store(internals.default_group_id()):
-            raise ConnectionError(_ENDED)
-        self.covering.meeting()
-        waiting = Waiting()
-        give_up = partial(self._why_not_wait, self._group, waiting)
-        roll = RollCall(self._store, self._number, self.rank, self.world, self._identity(), give_up, waiting)
-        prefix = roll.meet()
-        self._roll, self._ended, self._awaited = roll, set(), {}
-        with self._judging:
-            self._diagnosis.meet()
+    def _on_met(self, roll: RollCall) -> None:
+        self._judging.meet()
         own = roll.settings
         self.schedule.follow(budget=own["~budget"], every_step=own["~every_step"])
-        if self._many is not None and not self.schedule.every_step:
-            self._many.limit(self.schedule.budget)
+        if self._judging.many is not None and not self.schedule.every_step:
+            self._judging.many.limit(self.schedule.budget)
         for rank, identity in sorted(roll.identities.items()):
             for name in ("budget", "every_step"):
                 value, ours = identity.get(f"~{name}"), own[f"~{name}"]
@@ -678,7 +611,9 @@ class Monitor:
         self._back.run("run directory", self._join_run, own["~run"])
         if self._progress_watch is not None:  # from here on its black box tells of a rank
             self._back.run("progress", self._progress_watch.begin)
-        return prefix
+
+    def _connecting(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._progress_watch is None else self._progress_watch.connecting()
 
     def _join_run(self, run: Mapping[str, Any]) -> None:
         """Write where rank 0 does."""
@@ -697,37 +632,16 @@ class Monitor:
             **{f"settings of {name}": dict(v) if isinstance(v, Mapping) else v for name, v in settings.items()},
             "~budget": self.config.budget,
             "~every_step": self.config.every_step,
-            ADDRESS: self._way_to_store(),
+            ADDRESS: self.groups.way_to_store(),
             "~neighbours": os.environ.get("LOCAL_WORLD_SIZE", ""),
             "~run": {"directory": str(self.directory or ""), "run_id": self.run_id},
         }
 
-    def _why_not_wait(self, group: object | None, waiting: Waiting) -> str | None:
+    def _why_not_wait(self, missing: tuple[int, ...]) -> str | None:
         exchange = self._exchange
         assert exchange is not None
-        exchange.missing = self.covering.missing = waiting.missing
-        if exchange.lost or exchange.impatient:
-            return exchange.unmet()
-        if group is not None and internals.default_group_id() != group:
-            return _ENDED
-        return None
-
-    def _take_store(self, group: object | None) -> bool:
-        """Take the store of a process group; return whether it is still the job's, which may end it at any moment."""
-        if group is None:
-            return False
-        try:
-            place, store = (dist.get_rank(), dist.get_world_size()), internals.private_store()
-        except Exception:
-            if internals.default_group_id() == group:
-                raise
-            return False
-        if internals.default_group_id() != group:
-            return False
-        if place != (self.rank, self.world):
-            raise ConnectionError(f"the new process group has {place[1]} ranks, not {self.world}")
-        self._store, self._group = store, group
-        return True
+        exchange.missing = self.covering.missing = missing
+        return exchange.unmet() if exchange.lost or exchange.impatient else None
 
     def _open_sinks(self, directory: Path) -> None:
         self.directory, self.reporter.run_id = directory, self.run_id
@@ -841,13 +755,15 @@ class Monitor:
         assert self._exchange is not None
         topic = str(message.get("topic")) if message["kind"] == "fact" else ""
         of_few = topic not in _FOR_ALL if topic else message["kind"] in _REPORTS
-        if topic and of_few and self._many is not None and scope_of(topic) is Scope.ALL_RANKS:
-            self._many.announced[topic] = message
+        many = self._judging.many
+        if topic and of_few and many is not None and scope_of(topic) is Scope.ALL_RANKS:
+            many.announced[topic] = message
         return self._exchange.say(message, report=of_few)
 
     def _announce_again(self) -> None:
         """Tell the rank that judges from now on what the one before knew of this rank."""
-        for message in () if self._many is None else list(self._many.announced.values()):
+        many = self._judging.many
+        for message in () if many is None else list(many.announced.values()):
             self._deliver(message)
 
     def _account(self) -> RankCoverage:
@@ -882,8 +798,8 @@ class Monitor:
             spent = time.thread_time()
             record.fields["overhead_seconds"] += spent - self._thread_seconds
             self._thread_seconds = spent
-            row = encode_row(record, self.rank, self._back)
-            return row if self._many is None else self._many.rows.add(row)
+            row, many = encode_row(record, self.rank, self._back), self._judging.many
+            return row if many is None else many.rows.add(row)
         except BaseException as error:  # noqa: BLE001 - the other ranks wait for this row: send what is certain
             self._back.fail("probe:row", error)
             flags = int(record.flags & Flag.LAST_STATE)
@@ -896,7 +812,8 @@ class Monitor:
         off does it as well.
         """
         run = self._back.run
-        self._progress = tick.progress
+        judging = self._judging
+        judging.progress = tick.progress
         self.covering.ticked()
         for ranks, message in (*tick.reports, *tick.messages):  # who fails says last that it has
             kind = str(message.get("kind"))
@@ -909,39 +826,11 @@ class Monitor:
         self._members = len(tick.members)
         if not self._is_apart:
             self.numeric_guard.meet(tick.members)
-        if self._many is None:
-            self._take_rows(tick)
-        else:
-            self._take_parts(self._many, tick)
-        if self._many is None or self._many.judges:
-            run("diagnosis", self._conclude)
+        judging.take(tick)
+        judging.conclude()
         self._answering.work(patient=not self._is_waited_for)
         run("forensics:elements", self.elements.tick)
-        busy = self._diagnosis.busy and "diagnosis" not in self._back.off
-        busy = busy or (self._many is not None and self._many.busy)
-        return busy or (self.elements.busy and "forensics:elements" not in self._back.off)
-
-    def _take_rows(self, tick: Tick) -> None:
-        run = self._back.run
-        for rank, data in tick.rows:
-            self._take(rank, decode(data))
-        for assembler in (self._assembler, self._last_states):
-            assembler.set_members(tick.members)
-        self._judge(run("exchange:steps", lambda: list(self._assembler.ready())) or ())
-        last = self._last_states.rest if self._has_all_last_states(tick.members) else self._last_states.ready
-        for step in run("exchange:steps", lambda: list(last())) or ():
-            self._judge_last(step)
-
-    def _take_parts(self, many: ManyRanks, tick: Tick) -> None:
-        run = self._back.run
-        run("exchange:steps", many.take, tick)
-        for key, part in tick.parts.items():
-            for rank in set_of(part.ranks) if key[2] else ():
-                self._awaited[rank] = self._awaited.get(rank, 0) - 1
-        run("exchange:steps", many.work, last_states=self._has_all_last_states(tick.members))
-
-    def _has_all_last_states(self, members: Sequence[int]) -> bool:
-        return all([rank in self._ended and self._awaited.get(rank) == 0 for rank in members])
+        return judging.busy or (self.elements.busy and "forensics:elements" not in self._back.off)
 
     def _tell_met(self, met: Met) -> None:
         """Write down who takes part and how far they are apart: when it changes, and every few seconds."""
@@ -957,42 +846,6 @@ class Monitor:
             self.numeric_guard.lost()
             self._say("unguarded")
 
-    def _take(self, rank: int, row: Row) -> None:
-        fault = fault_of(row, rank, self._progress)
-        if fault is None and row.has(Flag.LAST_STATE):
-            self._awaited[rank] = self._awaited.get(rank, 0) - 1
-            self._last_states.add(rank, row)
-        elif fault is None:
-            self._assembler.add(rank, row)
-        elif rank not in self._doubted and self.rank == 0:  # all ranks see it
-            self._doubted.add(rank)
-            self._back.tell(f"a row of rank {rank}", f"{fault}; it is left out, and so are others like it")
-
-    def _feed(self, *steps: Step) -> None:
-        """Hand steps of one tick to the diagnosis and to the sinks."""
-        if steps[0].any(Flag.LAST_STATE):
-            self._judge_last(steps[0])
-            return
-        for step in self._back.run("diagnosis", self._queue, steps) or steps:
-            self._tell_step(step)
-
-    def _queue(self, steps: Sequence[Step]) -> list[Step]:
-        """Return the steps as they are meant."""
-        meant = []
-        for step in steps:
-            self._ask(self._diagnosis.feed(step))
-            meant.append(self._diagnosis.local_steps.marked(step))
-        return meant
-
-    def _ask(self, requests: Sequence[Request]) -> None:
-        (self._answering if self._many is None else self._many).ask(requests)
-
-    def _judge(self, steps: Sequence[Step]) -> None:
-        """Take steps of one tick; once for each part, for a guard costs as much as what some have to do."""
-        if steps:
-            self._learn(*steps)
-            self._feed(*steps)
-
     def _learn(self, *steps: Step) -> None:
         def each(learn: Callable[..., object], *more: Any) -> None:
             for step in steps:
@@ -1000,54 +853,21 @@ class Monitor:
 
         run = self._back.run
         if not self._is_apart:  # all ranks must come to the same
-            run("schedule", each, self.schedule.learn, self._progress)
+            run("schedule", each, self.schedule.learn, self._judging.progress)
         run("coverage", each, self.covering.judged)
         run("forensics:holders", each, self.memory.holder_search.learn)
 
-    def _tell_step(self, step: Step) -> None:
-        interval = 1 if self.schedule.every_step else self.schedule.interval(step.step)
-        newest = self._told.get(step.optimizer, step.step - 1)
-        steps, self._told[step.optimizer] = max(0, step.step - newest), max(newest, step.step)
-        judged = StepJudged(
-            step=step,
-            steps=steps,
-            interval=interval,
-            overhead_ratio=self.schedule.ratio,
-            overhead_of_run=self.schedule.ratio_of_run,
-            overhead_seconds=self.schedule.seconds_of_run,
-        )
-        self._write(judged)
-
-    def _judge_last(self, step: Step) -> None:
-        """Compare what the last step has left; it is no step of its own."""
-        self._back.run("diagnosis", lambda: self._ask(self._diagnosis.feed(step)))
-        self._write(Saved(kind="last_state", payload=last_state(step)))
-
-    def _conclude(self) -> None:
-        found = self._diagnosis.tick()
-        if self._many is None:
-            self._report(found, self._progress)
-        else:
-            self._many.found(found)
-        self._ask(self._diagnosis.requests())
-
     def _hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
         """Take a message, which several ranks of very many may have said in the same words."""
-        run = self._back.run
         if kind == "detail":
-            place, what = (int(message["optimizer"]), int(message["step"])), str(message["detail"])
-            detail = read_detail(what, message["value"])
-            for rank in ranks:
-                run("diagnosis", self._diagnosis.answer, rank, *place, what, detail, last=bool(message.get("last")))
+            self._judging.hear_detail(ranks, message)
         elif kind == "fact":
             announcement = read_announcement(str(message["topic"]), message["value"])
             if ranks == (self.rank,) and isinstance(announcement, Hang) and self._knows(announcement):
                 return  # heard when it was judged, and the others could not
             for rank in ranks:
                 self._hear_fact(rank, str(message["topic"]), announcement)
-        elif kind in MESSAGES and self._many is not None:
-            self._many.hear(ranks, kind, message)
-        else:
+        elif not self._judging.hear_of_many(ranks, kind, message):
             for rank in ranks[:1] if kind == "waits" else ranks:
                 self._hear_one(rank, kind, message)
         if kind in {"detail", "fact"}:
@@ -1065,13 +885,11 @@ class Monitor:
 
     def _hear_fact(self, rank: int, topic: str, announcement: Announcement | None) -> None:
         run = self._back.run
-        if topic == End.topic:
-            self._note_end(rank, announcement)
         if topic == Failure.topic and rank == self.rank:
             self._failure = None
         if self._progress_watch is not None:
             run("progress", self._progress_watch.hear_of, rank, announcement)
-        run("diagnosis", self._diagnosis.tell, topic, rank, announcement)
+        self._judging.hear_announcement(rank, topic, announcement)
         run("forensics:memory", self.memory.hear, rank, announcement)
         if isinstance(announcement, HangOver):
             self._note_over(announcement)
@@ -1085,7 +903,7 @@ class Monitor:
         elif kind == "unguarded":
             self.numeric_guard.lost()
         elif kind == "agree":
-            self.agreement.hear(message, self._progress + self.schedule.ahead(_LOOK_SECONDS))
+            self.agreement.hear(message, self._judging.progress + self.schedule.ahead(_LOOK_SECONDS))
         elif kind == "element":
             found = self.elements.hear(rank, message, self._members)
             if found is not None:
@@ -1095,11 +913,6 @@ class Monitor:
         elif kind == "leave" and self._hang_stop is not None:
             self._hang_stop.hear(rank, str(message["hang"]))
 
-    def _note_end(self, rank: int, end: Announcement | None) -> None:
-        self._ended.add(rank)
-        promised = end.last_states if isinstance(end, End) else 0
-        self._awaited[rank] = self._awaited.get(rank, 0) + promised
-
     # --- hangs --------------------------------------------------------------------------------------------------------
 
     def _on_silence(self, seconds: float) -> None:
@@ -1107,7 +920,7 @@ class Monitor:
             self._back.run("progress", self._progress_watch.unanswered, seconds)
 
     def _judge_tick(self, tick: Tick) -> bool:
-        with self._judging:
+        with self._judging.lock:
             return self._on_tick(tick)
 
     def _hear_own(self, announcement: Announcement) -> None:
@@ -1116,9 +929,9 @@ class Monitor:
         Nothing else is judged: they would have to do it in the same tick.
         """
         value = {"topic": announcement.topic, "value": to_json(announcement)}
-        with self._judging:
+        with self._judging.lock:
             self._back.run("message:fact", self._hear, (self.rank,), "fact", value)
-            self._back.run("diagnosis", lambda: self._report(self._diagnosis.news(), self._progress))
+            self._judging.report_news()
 
     def _knows(self, hang: Hang) -> bool:
         return self._progress_watch is not None and self._progress_watch.knows(hang)
@@ -1205,26 +1018,16 @@ class Monitor:
             return
         own = (finding for finding in self.findings if key_of(finding) == message["key"])
         finding = next(own, None) or Finding.from_json(str(message["finding"]))
-        self._plans.add("stop", self._progress + int(message["ahead"]), FindingError(finding))
+        self._plans.add("stop", self._judging.progress + int(message["ahead"]), FindingError(finding))
         self._stopping = True
 
     def _judge_rest(self) -> None:
-        """Judge what is left; the thread has ended, and what belonged to it is the caller's.
-
-        A rank whose rows could not come any more has not failed to take the steps that they are about.
-        """
-        run = self._back.run
+        """Judge what is left; the thread has ended, and what belonged to it is the caller's."""
         lost = self._exchange is not None and self._exchange.lost
         if lost and self._failure is not None:  # it ended the exchange, or came after its end: nobody has heard it
             value = {"topic": Failure.topic, "value": to_json(self._failure)}
-            run("message:fact", self._hear, (self.rank,), "fact", value)
-        if self._many is not None:
-            run("exchange:steps", partial(self._many.rest, complete=lost))
-        self._judge(run("exchange:steps", lambda: list(self._assembler.rest(complete=lost))) or ())
-        for step in run("exchange:steps", lambda: list(self._last_states.rest(complete=lost))) or ():
-            self._judge_last(step)
-        if self._many is None or self._many.judges or lost:
-            run("diagnosis", lambda: self._report(self._diagnosis.finish(), 0))
+            self._back.run("message:fact", self._hear, (self.rank,), "fact", value)
+        self._judging.rest(lost=lost)
 
     def _search_element(self, finding: Finding, progress: int) -> None:
         """Plan the search for the first differing element of a parameter; alike on all ranks."""

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.monitor.side_groups import SideGroups
 
 
 def _taken(monkeypatch: pytest.MonkeyPatch, now: object, store: Any, world: int = 2) -> tuple[bool, Any, Any]:
@@ -24,9 +24,9 @@ def _taken(monkeypatch: pytest.MonkeyPatch, now: object, store: Any, world: int 
     monkeypatch.setattr(internals, "private_store", private_store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
-    monitor: Any = SimpleNamespace(rank=1, world=2, _store="old store", _group="old")
-    found = Monitor._take_store(monitor, "new")
-    return found, monitor._store, monitor._group
+    groups: Any = SimpleNamespace(rank=1, world=2, store="old store", _group="old")
+    found = SideGroups.take_store(groups, "new")
+    return found, groups.store, groups._group
 
 
 def test_store_and_group_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:

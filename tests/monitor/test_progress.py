@@ -613,7 +613,7 @@ def test_a_hang_that_one_rank_hears_judges_nothing_else() -> None:
     """Its id is that of its judge, alike on all ranks; what other rules wait for is as old as it was."""
     monitor = Monitor(Config())
     ticks: list[int] = []
-    monitor._diagnosis.tick = lambda: ticks.append(1) or []  # type: ignore[method-assign]
+    monitor._judging.diagnosis.tick = lambda: ticks.append(1) or []  # type: ignore[method-assign]
     monitor._hear_own(replace(_stuck(), judge=3, number=2))
     assert [finding.id for finding in monitor.findings] == ["HANG501-3.2"]
     assert ticks == []

@@ -97,6 +97,7 @@ _DISTRIBUTED = (
     "probes",
     "instrument",
     "monitor.monitor",
+    "monitor.side_groups",
     "monitor.attach",
     "processes.torchrun",
     "pytest_plugin",
