@@ -185,7 +185,7 @@ class Judging:
         judged = StepJudged(
             step=step,
             steps=steps,
-            interval=1 if schedule.every_step else schedule.interval(step.step),
+            interval=1 if schedule.every_step else schedule.interval(step.optimizer, step.step),
             overhead_ratio=schedule.ratio,
             overhead_of_run=schedule.ratio_of_run,
             overhead_seconds=schedule.seconds_of_run,

@@ -1,4 +1,4 @@
-"""The wiring: probes -> rows -> exchange -> steps -> rules -> findings -> sinks, from the first hook to the last act."""
+"""The wiring: probes -> rows -> exchange -> steps -> rules -> findings -> sinks, from install to close."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
@@ -48,6 +49,19 @@ _LEAST_LOSS, _LEAST_NORM = 0.05, 1.0
 _SAME_NORM = 1e-5
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Every how many steps one is checked and watched, from a step on that each optimizer counts for itself."""
+
+    starts: Mapping[int, int]  # by optimizer
+    later: int  # of optimizers that have not stepped yet
+    checked: int
+    watched: int
+
+    def holds(self, optimizer: int, step: int) -> bool:
+        return step >= self.starts.get(optimizer, self.later)
+
+
 class Schedule:
     """Decides which steps are watched and checked. `watched` and `due` are called on the training thread, `learn` not.
 
@@ -59,8 +73,7 @@ class Schedule:
     def __init__(self, *, budget: float, every_step: bool) -> None:
         self.budget, self.every_step = budget, every_step
         self.ratio = float("nan")  # time in ddpdebug on the worst rank / time without it, over the newest steps
-        #: (from step, every so many are checked, every so many are watched), ascending
-        self._plan: tuple[tuple[int, int, int], ...] = ((0, 1, 1),)
+        self._plans: tuple[_Plan, ...] = (_Plan({}, 0, 1, 1),)  # the newest last
         self._light: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._full: deque[float] = deque(maxlen=_DECIDE_EVERY)
         self._base: deque[float] = deque(maxlen=2 * _DECIDE_EVERY)
@@ -88,25 +101,24 @@ class Schedule:
         """Seconds in ddpdebug on the worst rank, of all steps so far but the first."""
         return self._whole[0]
 
-    def interval(self, step: int) -> int:
+    def interval(self, optimizer: int, step: int) -> int:
         """Return every how many steps one is checked, at a step."""
-        return self._at(step)[1]
+        return self._at(optimizer, step).checked
 
-    def _at(self, step: int) -> tuple[int, int, int]:
-        plan = self._plan  # replaced as a whole by the background thread
-        for one in reversed(plan):
-            if step >= one[0]:
-                return one
-        return plan[0]
+    def _at(self, optimizer: int, step: int) -> _Plan:
+        plans = self._plans  # replaced as a whole by the background thread
+        for plan in reversed(plans):
+            if plan.holds(optimizer, step):
+                return plan
+        return plans[0]
 
     def due(self, optimizer: int, step: int) -> bool:
         """Tell whether a step is checked in full."""
-        del optimizer
-        return self.every_step or step % self._at(step)[1] == 0 or step in self._extra
+        return self.every_step or step % self._at(optimizer, step).checked == 0 or step in self._extra
 
     def watched(self, optimizer: int, step: int) -> bool:
         """Tell whether a step is watched: it has a row."""
-        return step % self._at(step)[2] == 0 or self.due(optimizer, step)
+        return step % self._at(optimizer, step).watched == 0 or self.due(optimizer, step)
 
     def ahead(self, seconds: float) -> int:
         """Return a number of steps that take about so long, so that all ranks hear of a step before they reach it."""
@@ -126,7 +138,7 @@ class Schedule:
             progress: the newest step that any rank has reached.
         """
         step = progress + self.ahead(_NOTICE_SECONDS)
-        interval = self.interval(step)
+        interval = self.interval(max(self._newest, key=lambda optimizer: self._newest[optimizer], default=0), step)
         window = _BURST * _REGULAR_PER_EXTRA * interval
         soon = step // interval > progress // interval
         spent = sum(s > step - window for s in self._extra)
@@ -187,8 +199,15 @@ class Schedule:
             spare = allowed - light / watched
             usual = _MAX_INTERVAL_EARLY if early and not short else _MAX_INTERVAL
             checked = _every(full - light, spare, max(usual, longest))
-        if (checked, watched) != self._plan[-1][1:]:
-            self._plan = (*self._plan[-7:], (start, checked, watched))
+        lead = start - max(self._newest.values())
+        starts = {optimizer: newest + lead for optimizer, newest in self._newest.items()}
+        *older, last = self._plans
+        if (checked, watched) != (last.checked, last.watched):
+            self._plans = (*self._plans[-7:], _Plan(starts, WATCHED_STEPS, checked, watched))
+        elif any([start < last.starts.get(optimizer, last.later) for optimizer, start in starts.items()]):
+            # one that steps rarely is not to wait until it has taken as many steps as the others
+            soonest = {optimizer: min(start, last.starts.get(optimizer, start)) for optimizer, start in starts.items()}
+            self._plans = (*older, replace(last, starts=soonest))
 
 
 def _without(row: Row) -> float:
