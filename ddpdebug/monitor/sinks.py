@@ -17,20 +17,14 @@ import torch
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
-from ddpdebug.grafana.annotations import Annotations
-from ddpdebug.grafana.client import Grafana, read_token
-from ddpdebug.processes.linger import Keeper, ask_to_leave
+from ddpdebug.processes.linger import Keeper
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
 from ddpdebug.schema.announcements import Device
-from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink
+from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink, Trouble
 from ddpdebug.sinks.fanout import Fanout
-from ddpdebug.sinks.hub import HubSink
-from ddpdebug.sinks.prometheus.discovery import Discovery
-from ddpdebug.sinks.prometheus.exporter import PrometheusSink
-from ddpdebug.sinks.prometheus.server import Serving
 from ddpdebug.sinks.terminal import Terminal
 
 #: Slurm, PBS, LSF, Flux, AWS Batch, SageMaker.
@@ -70,33 +64,15 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     fanout, url = Fanout((), redactor=redactor), None
     sinks: list[Sink] = [RunDirectory(home, rank, disk=disk, tell=fanout.write)]
     if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
-        discovery = None if config.sd_dir is None else Discovery(config.sd_dir, keeper)
-        prometheus = PrometheusSink(
-            rank,
-            config.metrics_host,
-            config.metrics_port,
-            mode=config.metrics,
-            local_rank=local_rank,
-            serving=Serving(
-                certificate=config.metrics_tls_cert,
-                key=config.metrics_tls_key,
-                client_ca=config.metrics_client_ca,
-                password_file=config.metrics_password_file,
-                every=(lambda: None) if discovery is None else discovery.keep,
-                avoid=ports_of_the_job(os.environ),
-                ask=ask_to_leave,
-                keeper=keeper,
-            ),
-        )
-        url = prometheus.url
-        sinks += [prometheus] if discovery is None else [prometheus, discovery]
+        url, more = _metrics(config, rank, local_rank, keeper)
+        sinks += more
     elif keeper is not None:
         keeper.close()
     if rank == 0 and config.grafana_url is not None:
-        address, token_file = config.grafana_url, config.grafana_token_file
-        connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
-        sinks.append(Annotations(connect, home / ANNOTATIONS, disk=disk, tell=fanout.write))
+        sinks.append(_annotations(config.grafana_url, config.grafana_token_file, home, disk, fanout.write))
     if rank == 0 and pusher is not None:
+        from ddpdebug.sinks.hub import HubSink  # noqa: PLC0415 - a rank loads what it uses
+
         token = os.environ.get("DDPDEBUG_HUB_TOKEN", "")
         told = {"url": str(config.hub), "token": token, "token_file": str(config.hub_token_file or "")}
         sinks.append(HubSink(pusher, home, told, contained=_is_contained(os.environ), tell=fanout.write))
@@ -123,6 +99,39 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         owner=owner(),
         place=place(os.environ),
     )
+
+
+def _metrics(config: Config, rank: int, local_rank: int, keeper: Keeper | None) -> tuple[str | None, list[Sink]]:
+    """Return the address of the metrics of a rank, and the sinks that serve them."""
+    from ddpdebug.processes.linger import ask_to_leave  # noqa: PLC0415 - a rank loads what it uses
+    from ddpdebug.sinks.prometheus.discovery import Discovery  # noqa: PLC0415
+    from ddpdebug.sinks.prometheus.exporter import PrometheusSink  # noqa: PLC0415
+    from ddpdebug.sinks.prometheus.server import Serving  # noqa: PLC0415
+
+    discovery = None if config.sd_dir is None else Discovery(config.sd_dir, keeper)
+    serving = Serving(
+        certificate=config.metrics_tls_cert,
+        key=config.metrics_tls_key,
+        client_ca=config.metrics_client_ca,
+        password_file=config.metrics_password_file,
+        every=(lambda: None) if discovery is None else discovery.keep,
+        avoid=ports_of_the_job(os.environ),
+        ask=ask_to_leave,
+        keeper=keeper,
+    )
+    where = config.metrics_host, config.metrics_port
+    prometheus = PrometheusSink(rank, *where, mode=config.metrics, local_rank=local_rank, serving=serving)
+    return prometheus.url, [prometheus] if discovery is None else [prometheus, discovery]
+
+
+def _annotations(
+    address: str, token_file: Path | None, home: Path, disk: Disk, tell: Callable[[Trouble], None]
+) -> Sink:
+    from ddpdebug.grafana.annotations import Annotations  # noqa: PLC0415 - a rank loads what it uses
+    from ddpdebug.grafana.client import Grafana, read_token  # noqa: PLC0415
+
+    connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
+    return Annotations(connect, home / ANNOTATIONS, disk=disk, tell=tell)
 
 
 class _HangsOnly:
