@@ -8,6 +8,7 @@ docs/patches.md docs/thresholds.md`.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, groupby
@@ -35,159 +36,108 @@ _LISTED_LABELS = ("what", "phase", "kind")
 _FINDINGS_HEAD = """\
 # Findings
 
-Every problem that ddpdebug reports has a stable code. This page is made from the code by `make docs`;
-`ddpdebug explain CODE` prints the same.
+Each code with its severity, its title and its impact in one sentence. `ddpdebug explain CODE` prints the whole runbook:
+what was measured, how to look closer, causes (the likeliest first) and remedies. A finding quotes it.
 
 Severities: `critical` (the run is wrong or dead from this step on), `error` (wrong in part), `warning` (a person should
-look), `info` (worth knowing; never fails a check).
-
-**Detected** codes are raised by this version, those marked `preflight` by `ddpdebug preflight` and not while training.
-**Planned** ones are not: their rules do not exist yet, and a run without them says nothing about them."""
+look), `info` (worth knowing; never fails a check). Codes marked `preflight` are found by `ddpdebug preflight`, not while
+training. This page is made from the rules by `make docs`."""
 
 _METRICS_HEAD = f"""\
 # Metrics
 
-What the Prometheus endpoint serves (`--metrics`, see [options.md](options.md)). This page is made from the code by
-`make docs`.
+The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md)), made from the code by `make docs`.
+[monitoring.md](monitoring.md) has dashboards, alerts and the join of `gpu_uuid` with the GPU's own metrics.
 
-`rank` is the rank that reports. What all ranks know alike is aggregated with `max`, not with `sum`, and without `rank`
-and `instance`. Findings, incidents, disagreement and the steps apart are reported by two ranks only, the lowest and the
-highest of those that take part; by every rank once they can no longer talk. With several optimizers, loss, norms, rates
-and times are those of the one that has stepped most.
-
-The number of series does not depend on the model: a rank has at most {SERIES} before anything is found, a GPU's
-included, and at most {SERIES_WITH_FINDINGS} whatever is found (the counter of a code appears with its first finding).
-
-Names of layers stand in the five newest incidents, and in the label `layer` of the `ddpdebug_layer_*` metrics. Each of
-those has {SLOTS} slots; a layer keeps its slot until another one's value is a quarter larger, and after {LAYER_NAMES}
-names in a run further layers are called `other`: a run of any length has at most {LAYER_NAMES} series of each, and
-{SLOTS} called `other`.
-
-`ddpdebug_render_timestamp_seconds` says how old an answer is.
-
-[monitoring.md](monitoring.md) shows how to join `gpu_uuid` with the GPU's own metrics.
-
-Besides the labels in the table every series has these two, each with one value per process, so that there are no more
-series for it and no join is needed:
-
-- `run_id`: six hexadecimal digits, another one for each run. A run that is started again on the same port has series of
-  its own and inherits no counter.
-- `run`: the name for people: `--name`, else the name of the script; letters, digits, `_`, `.` and `-`, 64 at most. Runs
-  of the same script share it.
+- `rank` is the rank that reports. Facts that all ranks share (findings, incidents, disagreement) are exported by the lowest
+  and the highest rank that take part, and by every rank once the ranks can no longer talk: aggregate them with `max`
+  without `rank` and `instance`, never with `sum`.
+- With several optimizers, loss, norms, rates and times are those of the optimizer that has stepped most.
+- The number of series does not depend on the model: at most {SERIES} for a rank before anything is found, {SERIES_WITH_FINDINGS} with
+  findings. The `ddpdebug_layer_*` metrics have {SLOTS} slots each; after {LAYER_NAMES} names in a run further layers are called `other`.
+- Every series also has `run_id` (six hexadecimal digits, new for each run) and `run` (`--name`, else the script's name).
+- `ddpdebug_render_timestamp_seconds` is the age of an answer.
 
 ## The state of a run
 
-`ddpdebug_run_state` is one number per process. The codes are fixed, and ordered so that the largest of a run's ranks is
-the state of the run: `max by (run_id, run) (ddpdebug_run_state)`.
+`max by (run_id, run) (ddpdebug_run_state)` is the state of a run:
 
 - **0 finished**: the script came to its end; `ddpdebug_run_outcome_info` says whether with findings.
-- **1 running**: it runs, and nothing at `error` or above is current.
-- **2 ill**: it runs, and a finding at `error` or `critical` is current: it was seen in the last 1000 steps, or is of a
-  kind that is told only once.
-- **3 cancelled**: somebody asked it to end, by SIGTERM, SIGINT (Ctrl-C) or SIGHUP, also one that a handler of the
-  script turned into exit status 128 + n.
-- **4 failed**: the script raised or left with another exit status than 0, or a finding ended it (`--guard stop`,
+- **1 running**: no finding at `error` or above is current.
+- **2 ill**: a finding at `error` or `critical` is current: seen in the last 1000 steps, or of a kind reported only once.
+- **3 cancelled**: ended by SIGTERM, SIGINT (Ctrl-C) or SIGHUP, also through a handler that left with exit status 128 + n.
+- **4 failed**: the script raised or left with an exit status other than 0, or a finding ended it (`--guard stop`,
   `--on-finding raise`).
-- **5 lost**: it was killed, or left without a word.
+- **5 lost**: it was killed, or left without a report.
 
-A process that has ended is served for some seconds more ([monitoring.md](monitoring.md#runs-that-have-ended)), where
-`--sd-dir` or `--metrics-port` is given: its state, `ddpdebug_run_outcome_info` (`outcome` is `clean`, `findings`,
-`failed`, `cancelled` or `lost`; `cause` a finding's code, an exception's type or a signal), the time of its end,
-incidents, and all counters. Gauges of steps are gone then: nothing is served as if it were alive. After that the target
-goes away, and its series end. So ask for what was last seen in a range, which also bounds how long it is told:
+A process that has ended is served for some seconds more where `--sd-dir` or `--metrics-port` is given
+([monitoring.md](monitoring.md#runs-that-have-ended)): its state, its outcome (`clean`, `findings`, `failed`, `cancelled`
+or `lost`, with a code, exception or signal as `cause`), its incidents and counters. So ask for what was last seen in a
+range:
 
 - state of each run, ended ones included: `max by (run_id, run) (last_over_time(ddpdebug_run_state[$__range]))`
-- seconds since a run was last seen, the heartbeat: `time() - max by (run_id, run) (timestamp(ddpdebug_run_state))`; a
-  run of which nothing answers any more is in `last_over_time(ddpdebug_run_state[15m])` and not in `ddpdebug_run_state`.
+- seconds since a run was last seen: `time() - max by (run_id, run) (timestamp(ddpdebug_run_state))`
 - failed or lost in the last quarter of an hour: `max by (run_id, run) (last_over_time(ddpdebug_run_state[15m])) >= 4`
-- ranks that are listed, do not answer, and told of no end (a node that lost power), for a quarter of an hour:
+- ranks that are listed, do not answer, and announced no end, for a quarter of an hour:
   `(last_over_time(ddpdebug_run_state[15m]) > 0) < 3 and on (job, instance) up == 0`. A target that is no longer listed
-  is no evidence: it may have ended in order where nothing can linger (a step of Slurm).
-- the findings of ended runs: `last_over_time(ddpdebug_incident_step[$__range])`, and by severity
-  `max by (run_id, run, severity) (max_over_time(ddpdebug_findings_total[$__range]))`
+  is no evidence.
+- findings of ended runs by severity: `max by (run_id, run, severity) (max_over_time(ddpdebug_findings_total[$__range]))`
 
-Targets carry the label `sd="file"` (or none), never `run_id`: what `up` says is of an address, and the expression above
-says whose that was.
+Targets have the label `sd="file"` or none, never `run_id`.
 
 ## What ranks wait for
 
-`ddpdebug_waiting_seconds` says of each rank for how long it has been waiting for others in the call that it is in, from
-one second on; it is 0 while the rank goes on. What that comes to is `ddpdebug_hang_state`, the largest of what the
-ranks say: `max by (run_id, run) (ddpdebug_hang_state)`. From 3 on it is a hang ([hangs.md](hangs.md)).
+`ddpdebug_waiting_seconds` is how long a rank has waited in its current call, from one second on. The verdict is
+`max by (run_id, run) (ddpdebug_hang_state)`; from 3 on it is a hang ([hangs.md](hangs.md)):
 
-- **0 none**: nobody waits, or for less than ten seconds, or it is too early to say.
-- **1 at work**: the rank that is waited for is at work: evaluation, a checkpoint, a slow batch.
-- **2 overdue**: the same, for a minute and ten times longer than ever before in this run (HANG501, a warning).
-- **3 stuck**: nothing moves in it (HANG501).
-- **4 silent**: its interpreter gives no sign of life (HANG501).
-- **5 apart**: the ranks wait in different calls, or in a circle (HANG502).
-- **6 left**: it has ended (HANG503).
+- **0 none**, or less than ten seconds
+- **1 at work**: the rank that is waited for is evaluating, saving a checkpoint, loading a slow batch
+- **2 overdue**: the same, for a minute and ten times longer than ever before in this run (HANG501, a warning)
+- **3 stuck**: nothing moves in it (HANG501)
+- **4 silent**: its interpreter gives no sign of life (HANG501)
+- **5 apart**: the ranks wait in different calls, or in a circle (HANG502)
+- **6 left**: it has ended (HANG503)
 
-While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most: the label
-`missing` is that rank, `phase` and `location` are where it was when this was found, the value is that of
-`ddpdebug_hang_state`. Both go back, and its series end, when the ranks go on. They are told by the two ranks that tell
-findings, and by a rank that cannot tell the others. What was told last counts for half a minute.
-
-A rank whose interpreter does not run serves nothing: that it is silent is told by another one. Where rank 0 alone
-serves (`--metrics rank0`) and is itself silent, only `up` shows it, and the finding in `ranks/<rank>/findings.jsonl`.
+While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most, with the labels
+`missing`, `phase` and `location`. A silent rank serves nothing: another rank reports it. With `--metrics rank0` and rank 0
+silent, only `up` and `ranks/<rank>/findings.jsonl` show it.
 
 ## Own time, waiting, and what slow ranks cost
 
-The ranks of a job step together: how long a step takes says nothing about which of them is slow. So each step is
-parted into what was a rank's own (`ddpdebug_own_seconds_total`, by phase: `data`, `forward`, `backward` until the
-rank's last gradient, `optimizer`, and `other`, which is what lies between) and what it waited for others or exchanged
-data with them (`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has the phases as the script sees them, with
-all of backward: they differ in backward only.
-
-The first step of each optimizer, which has the start of the script and the compilation in it, counts in none of these
-times.
+Ranks step together, so the length of a step does not show who is slow. Each step is divided into the rank's own time
+(`ddpdebug_own_seconds_total`, by phase: `data`, `forward`, `backward`, `optimizer`, `other`) and waiting or exchange
+(`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has the phases as the script sees them. The first step of each
+optimizer counts in none of them.
 
 - own time of a step, by rank: `sum by (run_id, run, rank) (rate(ddpdebug_own_seconds_total[5m])) / max by (run_id, run,
   rank) (rate(ddpdebug_step_seconds_count[5m]))`
-- what a rank costs, as a share of the time of the run's steps: `rate(ddpdebug_straggler_cost_seconds_total[5m]) / on
-  (run_id, run) group_left () max by (run_id, run) (rate(ddpdebug_step_seconds_sum[5m]))`. Where rank 0 speaks for many,
-  the cost counts in every step, and the time in every step of rank 0 only: by its own time a rank would cost too much
-- the share that waits for the loader: `rate(ddpdebug_phase_seconds_sum{{phase="data"}}[5m]) / ignoring (phase)
+- cost of a rank as a share of the steps' time: `rate(ddpdebug_straggler_cost_seconds_total[5m]) / on
+  (run_id, run) group_left () max by (run_id, run) (rate(ddpdebug_step_seconds_sum[5m]))`
+- share that waits for the loader: `rate(ddpdebug_phase_seconds_sum{{phase="data"}}[5m]) / ignoring (phase)
   rate(ddpdebug_step_seconds_sum[5m])`
 
-A step would be shorter without its slowest rank by the difference to the next one: that is what the slowest costs, and
-the others cost nothing in that step. **Somebody is last in every step**, so noise costs something in a healthy run too,
-and the more so the more ranks there are. A rank that is slow is one that costs much more than the others; where ranks
-cost about the same, being last goes by turns, as with batches of uneven length. Two ranks that are equally slow cost
-next to nothing, for repairing one of them would change nothing: their own time is above the median all the same.
+The slowest rank of a step costs the difference to the next one. **Somebody is last in every step**, so noise costs
+something in a healthy run too: a slow rank is one that costs much more than the others. Two equally slow ranks cost
+next to nothing; their own time is above the median.
 
 ## All metrics"""
 
 _MANY_HEAD = f"""\
 ## Large worlds behind one endpoint
 
-With `--metrics rank0` rank 0 speaks for all. Up to {EVERY_RANK} ranks each one has the series above. In a larger world
-there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
+With `--metrics rank0`, rank 0 exports for all ranks. Up to {EVERY_RANK} ranks each has the series above. In a larger world there
+are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 
-- **Aggregates over all ranks**, in the table below: a gauge `{PREFIX}...` for each metric of single ranks, with its
-  other labels and `stat` ({", ".join(STATISTICS)}; p05, p50 and p95 are percentiles, the values of ranks). A rank
-  whose value is NaN does not count, and what no rank knows is absent. Those of counters only grow, so `rate()` and
-  `increase()` work on them. They have no label `rank`, and no name that a metric of single ranks has.
-- **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with the labels `metric` (the name without
-  `ddpdebug_`), `of` (the value of the metric's other label, where it has one) and `stat` (min, max). For example
-  `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for, and
-  `{EXTREMES}{{metric="mean_straggler_cost_seconds", stat="max"}}` the one that has cost most of late.
-- **The series of {SHOWN} ranks and rank 0**: first those that are ill (ranks that others wait for, culprits of the five
-  newest findings, those that have left, were outvoted, or met numbers that are not finite), then those that cost
-  most, the slowest and those with the fullest memory. Who is shown stays for ten minutes at least, unless someone ill
-  needs the place, so that series do not come and go: in ten minutes at most {SHOWN} ranks are new for either reason.
-  What more than half of the ranks have is no reason.
+- **Aggregates over all ranks**, the table below: `{PREFIX}...` for each metric of single ranks, with `stat`
+  ({", ".join(STATISTICS)}). NaN does not count. Aggregates of counters only grow, so `rate()` works.
+- **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with `metric`, `of` (the metric's other label) and
+  `stat` (min, max): `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
+- **The series of {SHOWN} ranks and rank 0**: ill ones first, then those that cost most, are slowest, or have the fullest
+  memory. A shown rank stays for ten minutes unless an ill one needs the place.
 
-`/metrics?detail=all` has the series of every rank instead, at any time and without a restart (in a scrape
-configuration `params: {{detail: [all]}}`); its rendering has a budget of its own.
-
-Of more than {EVERY_RANK} ranks most steps are known by the rows of some (`docs/decisions/033-many-ranks.md`): of
-each kind of ranks the lowest, and those that are first in something. Steps and events are counted for all that
-took them. Gauges of the other ranks are those of their newest row, once a minute at least, so that an aggregate
-is one of the last minute. Times of a rank are sums over the steps of which the rows of all have come, for in the
-others its row is only there because it was slow; what it has cost is counted in all. What a node's ranks use of
-its memory together is only known where all their rows are, so that
-`ddpdebug_memory_full_seconds` may be absent for the host."""
+`/metrics?detail=all` has the series of every rank (`params: {{detail: [all]}}` in a scrape configuration). Gauges of
+ranks whose rows were not chosen ([decision 33](decisions/033-many-ranks.md)) are at most a minute old; their times are
+sums over the steps of which all rows came."""
 
 _OPTIONS_HEAD = """\
 # Options
@@ -203,51 +153,44 @@ This page is made from the code by `make docs`."""
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that rules judge by, their windows and warm-ups included. Adjust one with `--threshold NAME=VALUE`, which
-may be repeated, or in pyproject.toml:
+Every number that rules judge by, windows and warm-ups included. Change one with `--threshold NAME=VALUE`, which may be
+repeated, or in pyproject.toml; an unknown name is an error before training starts:
 
 ```toml
 [tool.ddpdebug.threshold]
 dead_share = 0.7
 ```
 
-A name that is not in the table is an error before any training starts. A source that begins with "chosen" is a
-judgement; the others are measurements, calculations, arguments or cited figures. The losses of at most 512 steps are
-kept: a window is never longer.
+Why a number is what it is (a measurement, a calculation, a citation, or "chosen") is the `source` beside it in the
+rule's file, `ddpdebug/detectors/`. Losses of at most 512 steps are kept, so a window is never longer. A finding stays
+open until its subject has been gone for 3 steps, twice as long each time it comes back.
 
-Nothing is said twice. Beyond the steps or samples in a row that the table asks for, a finding stays open until what it
-is about has been gone for 3 steps, twice as long each time it comes back; back soon after, it is the same finding.
+Not in the table: what rounding alone may do (SYNC204, SYNC206), and how often a probe must have seen something before it
+announces it (three forwards are an evaluation, four labels describe a batch).
 
-Not in the table: what rounding alone may do (SYNC204, SYNC206), which follows from the format of the numbers, and how
-often a probe must have seen something in the training loop before it tells (three forwards are an
-evaluation, four labels say something about a batch, a scheduler of forty steps was never stepped, a model of which more
-than half is frozen is mostly frozen).
-
-This page is made from the rules by `make docs`; [health.md](health.md) says what is
-measured."""
+This page is made from the rules by `make docs`; [health.md](health.md) explains what is measured."""
 
 
 _PATCHES_HEAD = """\
 # What is patched
 
-While a monitor is open there are looks in the code of these functions, which stay the same objects
-([decision 45](decisions/045-looks-in-the-code.md)). All of it is registered in `ddpdebug/probes/entries.py`; what to
-look at stands in `ddpdebug/instrument/patches.py`. `ddpdebug doctor --verbose` says what is in place on a machine, and
+While a monitor is open, ddpdebug has looks in the code of these functions, which stay the same objects
+([decision 45](decisions/045-looks-in-the-code.md)). `ddpdebug doctor --verbose` lists what is in place on a machine, and
 what somebody else has wrapped. This page is made by `make docs` from a real attaching."""
 
 _PATCHES_MORE = "Nothing is put on models and on the classes of the script's own."
 
 
 def findings_page() -> str:
-    """Return docs/findings.md: every code by family, with its runbook where a rule detects it."""
-    known = list(pages().values())
-    families = {name: list(group) for name, group in groupby(known, key=lambda page: page.code.rstrip("0123456789"))}
+    """Return docs/findings.md: every code by family, with one sentence about its impact where a rule detects it."""
+    families = {
+        name: list(group) for name, group in groupby(pages().values(), key=lambda page: page.code.rstrip("0123456789"))
+    }
     ordered = {name: families.pop(name) for name in FAMILIES}
     assert not families, f"families without a title: {sorted(families)}"
-    parts = [_FINDINGS_HEAD, _table(("family", "", "detected", "planned"), _family_rows(ordered))]
+    parts = [_FINDINGS_HEAD]
     for name, group in ordered.items():
         parts.append(f"## {name}: {FAMILIES[name]}")
-        parts.append(_table(("code", "severity", "", ""), map(_code_row, group)))
         parts += map(_section, group)
     return "\n\n".join(parts) + "\n"
 
@@ -288,11 +231,9 @@ def options_page() -> str:
 
 
 def thresholds_page() -> str:
-    """Return docs/thresholds.md: every threshold with its source."""
-    rows = [
-        (f"`{t.name}`", f"{t.value:g}", t.meaning, t.source, ", ".join(readers(t.name))) for t in thresholds().values()
-    ]
-    return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'source', 'codes'), rows)}\n"
+    """Return docs/thresholds.md: every threshold with its default and meaning."""
+    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, ", ".join(readers(t.name))) for t in thresholds().values()]
+    return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'codes'), rows)}\n"
 
 
 def patches_page() -> str:
@@ -325,32 +266,16 @@ PAGES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def _family_rows(families: Mapping[str, Sequence[Page]]) -> Iterator[tuple[str, ...]]:
-    for name, group in families.items():
-        detected = sum(page.detected for page in group)
-        title = FAMILIES[name]
-        anchor = f"{name}-{title}".lower().replace(" ", "-")
-        yield f"[{name}](#{anchor})", title, str(detected), str(len(group) - detected)
-
-
-def _code_row(page: Page) -> tuple[str, ...]:
-    state = page.found_by or ("detected" if page.detected else "planned")
-    return f"[{page.code}](#{page.code.lower()})", page.severity.label, page.title, state
-
-
 def _section(page: Page) -> str:
-    state = "detected" if page.detected else "**planned**: no rule of this version raises it"
-    state += f" by `ddpdebug {page.found_by}`" if page.found_by else ""
-    prose = page.prose
-    lines = [f"### {page.code}", f"{page.severity.label} · {page.title} · {state}", _line(prose["meaning"])]
-    if page.detected:
-        lines += [f"*{name.title()}.* {_line(prose[name])}" for name in ("impact", "diagnosis")]
-        lines.append("*Causes*, the likeliest first:")
-        lines.append("\n".join(f"{i}. {_line(text)}" for i, text in enumerate(prose["causes"], 1)))
-        lines.append("*Remedy:*")
-        remedies = [prose["remedy"]] if isinstance(prose["remedy"], str) else prose["remedy"]
-        lines.append("\n".join(f"- {_line(text)}" for text in remedies))
-    return "\n\n".join(lines)
+    state = "" if page.detected else ", **planned**: no rule of this version raises it"
+    state += f", by `ddpdebug {page.found_by}`" if page.found_by else ""
+    impact = f" {_first_sentence(page.prose['impact'])}" if page.detected else ""
+    return f"### {page.code}\n\n`{page.severity.label}`{state}: **{page.title}**.{impact}"
+
+
+def _first_sentence(text: str) -> str:
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", _line(text), maxsplit=1)[0].rstrip(".:")
+    return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
 def _line(text: str) -> str:

@@ -281,25 +281,33 @@ def report(results: list[Result], held_out: str = "") -> str:
     lines = [
         "# Detection score",
         "",
-        "Written by `make detection`, which runs `tests/corpus/` with default options, and with",
-        "`--validation-loss functions` the scripts that evaluate with functional losses. A fault counts as found when",
-        "code, rank, name and first step are right, and a HLTH or RCP code is one of the first two; a run is clean",
-        "when nothing at `error` or above is reported and at most one warning.",
+        "Written by `make detection`, which runs `tests/corpus/` with default options (`--validation-loss functions` for",
+        "scripts that evaluate with functional losses). A fault is found when code, rank, name and first step are right,",
+        "and a HLTH or RCP code is one of the first two; a run is clean with nothing at `error` or above and at most one",
+        "warning.",
         "",
         *Totals.of(results).lines(),
         "",
         *held_out.splitlines(),
         "## Scripts of the corpus",
         "",
-        "| script | run | reported | verdict | not located |",
-        "|---|---|---|---|---|",
     ]
+    rows = list[str]()
     for r in sorted(results, key=lambda r: (r.case.path.name, not r.fault)):
         codes = ", ".join(f"{f.code}@{f.step}" for f in r.findings) or "nothing"
         kind = "fault" if r.fault and r.case.codes else "clean"
         verdict, missing = "; ".join(r.problems) or "ok", "; ".join(r.unlocated)
-        lines.append(f"| {r.case.path.stem} | {kind} | {codes} | {verdict} | {missing} |")
-    return "\n".join(lines) + "\n"
+        if r.problems or r.unlocated:
+            rows.append(f"| {r.case.path.stem} | {kind} | {codes} | {verdict} | {missing} |")
+    if rows:
+        rows = [
+            "Runs that were not right:",
+            "",
+            "| script | run | reported | verdict | not located |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
+    return "\n".join([*lines, *(rows or ["All runs were right."])]) + "\n"
 
 
 def report_held_out(results: list[Result]) -> str:
@@ -310,8 +318,8 @@ def report_held_out(results: list[Result]) -> str:
     lines = [
         "## Held out",
         "",
-        "Written by `make held-out`, which runs `tests/held_out/` and counts in the same way. Who writes rules does",
-        "not read these scripts: their score says what to expect of programs that the rules were not written with.",
+        "Written by `make held-out`, which runs `tests/held_out/` and counts in the same way. Authors of rules do not",
+        "read these scripts: their score is what to expect of programs that the rules were not written with.",
         "",
         *Totals.of(results).lines(),
         "",

@@ -2,7 +2,7 @@
 
     python tests/harm/pairs.py                         # all of `situations/`, a line each
     python tests/harm/pairs.py --twice signal          # those with "signal" in their file name, plain against plain
-    python tests/harm/pairs.py --write docs/harm.md    # all, and write what was seen into the table of the page
+    python tests/harm/pairs.py --write docs/harm.md    # all, and write what was seen into the list of the page
     python tests/harm/pairs.py --tree exit             # the ranks talk and are judged as very many are (decision 33)
 
 A situation is one script. The first line of its docstring names it; lines `key: value` below say how it is run:
@@ -446,20 +446,25 @@ def _plainly(pair: Pair) -> str:
     return ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
 
 
+#: Between a situation's name and what is worth a word about it.
+_DOT = " · "
+
+
 def row(situation: Situation, pair: Pair | None) -> str:
-    """Return a line of the page's table; without a pair it was not run."""
+    """Return a line of the page's list: how it ends plain, unless with 0, and attached, unless the same."""
     if pair is None:
-        return f"| {_cell(situation.name)} | not run: {situation.skipped} | |"
+        return f"- {_cell(situation.name)}{_DOT}not run: {situation.skipped}"
+    parts = [] if all(r["status"] == 0 for r in pair.plain) else [_plainly(pair)]
     if pair.differences:
-        seen = f"**differs**: {pair.differences[0][:160]}"
+        parts.append(f"**differs**: {pair.differences[0][:160]}")
     else:
-        seen = "the same" + (f"; switched itself off: {', '.join(pair.said)}" if pair.said else "")
-        seen += "" if pair.steps else "; nothing watched"
-    return f"| {_cell(situation.name)} | {_plainly(pair)} | {_cell(seen)} |"
+        parts += [f"switched itself off: {', '.join(pair.said)}"] if pair.said else []
+        parts += [] if pair.steps else ["nothing watched"]
+    return f"- {_cell(situation.name)}" + "".join(f"{_DOT}{_cell(part)}" for part in parts)
 
 
 def table(chosen: Iterable[Situation], pairs: dict[str, Pair], known: Mapping[str, str] | None = None) -> str:
-    """Return what was seen as Markdown, by groups, with the `known` rows of situations that were not chosen."""
+    """Return what was seen as Markdown, by groups, with the `known` lines of situations that were not chosen."""
     parts, chosen = [], [s.path for s in chosen]
     for group, title in _GROUPS.items():
         found = [
@@ -469,23 +474,21 @@ def table(chosen: Iterable[Situation], pairs: dict[str, Pair], known: Mapping[st
         ]
         rows = [line for line in found if line is not None]
         if rows:
-            head = [f"### {title}\n", "| situation | plain | attached |", "| --- | --- | --- |"]
-            parts.append("\n".join([*head, *rows, ""]))
+            parts.append("\n".join([f"### {title}\n", *rows, ""]))
     return "\n".join(parts)
 
 
 def write(page: Path, text: str) -> None:
-    """Put a new table into the page."""
+    """Put a new list into the page."""
     old = page.read_text("utf-8")
     before, after = old.partition(_BEGIN)[0], old.partition(_END)[2]
     page.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", "utf-8")
 
 
 def rows_on(page: Path) -> dict[str, str]:
-    """Return the rows of the page's table by their first cell."""
+    """Return the lines of the page's list by the name that each begins with."""
     inside = page.read_text("utf-8").partition(_BEGIN)[2].partition(_END)[0]
-    rows = {line.split(" | ")[0][2:]: line for line in inside.splitlines() if line.startswith("| ")}
-    return {cell: line for cell, line in rows.items() if cell not in {"situation", "---"}}
+    return {line.split(_DOT)[0][2:]: line for line in inside.splitlines() if line.startswith("- ")}
 
 
 def names_on(page: Path) -> list[str]:
@@ -501,7 +504,7 @@ def main() -> None:
     parser.add_argument("--tree", action="store_true", help="the ranks talk over the tree, as very many do")
     parser.add_argument("--option", action="append", default=[], help="an option for ddpdebug run")
     parser.add_argument("--verbose", action="store_true", help="show the outputs")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write what was seen into the table of this page")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write what was seen into the list of this page")
     args = parser.parse_args()
     names = args.names or [""]
     chosen = [s for s in situations() if any(name in s.path.stem for name in names)]

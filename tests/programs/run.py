@@ -258,14 +258,12 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
         "# Public programs",
         "",
         "Written by `make programs`, which runs the programs of `tests/programs/scripts/`:",
-        f"{made} on trainers of published packages (Transformers, PEFT, Accelerate and Lightning, as the registry",
-        f"has them), {n['programs'] - made} written anew in the manner of public ones,",
-        "none of them copied: the loop, the calls and their order are those of the program that is named; the model is",
-        "small, and the data are made up. Each runs plain and under `ddpdebug run` with default options, as it is and",
-        "with faults that people make. Faults are chosen without a look at thresholds, and one that is missed stays.",
+        f"{made} on trainers of published packages (Transformers, PEFT, Accelerate, Lightning), {n['programs'] - made} written anew in the",
+        "manner of public ones, with small models and made-up data. Each runs plain and under `ddpdebug run` with default",
+        "options, as it is and with faults that people make, chosen without a look at thresholds; a missed one stays.",
         "",
-        "A healthy run is right when nothing at `error` or above is reported and at most one warning; a fault is found",
-        "when one of its codes is reported, and a HLTH or RCP code is one of the first two findings.",
+        "A healthy run is right with nothing at `error` or above and at most one warning; a fault is found when one of its",
+        "codes is reported, and a HLTH or RCP code is one of the first two findings.",
         "",
         f"- findings at `error` or above in **{n['programs']}** healthy programs: **{n['errors']}** (aim: 0)",
         f"- warnings in them: **{n['warnings']}** (aim: at most {n['programs'] // 10}, one in ten runs)",
@@ -275,38 +273,28 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
         "",
         "## Healthy",
         "",
-        "| program | in the manner of | ranks | steps seen | warnings and above | information | verdict | result |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| program | in the manner of | warnings and above | result |",
+        "| --- | --- | --- | --- |",
     ]
     for o in sorted((o for o in outcomes if o.fault is None), key=lambda o: o.program.path.name):
         loud = _codes(o.findings, Severity.WARNING)
-        quiet = _codes([f for f in o.findings if f.severity is Severity.INFO]).replace(" (info)", "")
         p = o.program
         manner = p.manner or f"program on {', '.join(p.packages)}"
-        ranks = "spawned" if p.how == "alone" else p.ranks
-        cells = [p.path.stem, manner, ranks, o.steps, loud, quiet, "; ".join(o.problems) or "ok", _alike(o)]
-        lines.append("| " + " | ".join(pairs._cell(str(cell)) for cell in cells) + " |")
-    lines += [f"| {p.path.stem} | not run: {', '.join(p.missing)} is not installed | | | | | | |" for p in skipped]
+        cells = [p.path.stem, manner, loud, "; ".join([*o.problems, _alike(o)])]
+        lines.append("| " + " | ".join(pairs._cell(cell) for cell in cells) + " |")
+    lines += [f"| {p.path.stem} | not run: {', '.join(p.missing)} is not installed | | |" for p in skipped]
     lines += [
         "",
         "## With a fault",
         "",
-        "| program | fault | expected | reported | verdict | line | result |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| program | fault | reported | result |",
+        "| --- | --- | --- | --- |",
     ]
     for o in sorted((o for o in outcomes if o.fault is not None), key=lambda o: o.program.path.name):
         assert o.fault is not None
-        line = "" if o.fault.where is None or o.problems else "; ".join(o.unlocated) or "right"
-        expected = " or ".join(o.fault.codes)
-        cells = [
-            o.program.path.stem,
-            o.fault.name,
-            expected,
-            _codes(o.findings),
-            "; ".join(o.problems) or "found",
-            line,
-        ]
-        lines.append("| " + " | ".join(pairs._cell(cell) for cell in [*cells, _alike(o)]) + " |")
+        seen = o.problems or o.unlocated or ["found"]
+        cells = [o.program.path.stem, o.fault.name, _codes(o.findings), "; ".join([*seen, _alike(o)])]
+        lines.append("| " + " | ".join(pairs._cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 

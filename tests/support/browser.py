@@ -65,8 +65,9 @@ class Browser:
         return found["result"].get("value")
 
     def picture(self, file: Path, *, whole: bool = True) -> None:
-        """Write a picture of the page."""
-        found = self._do("Page.captureScreenshot", captureBeyondViewport=whole)
+        """Write a picture of the page, as PNG, or as WebP where the file is named so."""
+        form = {"format": "webp", "quality": 80} if file.suffix == ".webp" else {"format": "png"}
+        found = self._do("Page.captureScreenshot", captureBeyondViewport=whole, **form)
         file.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:
