@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types test test-change test-slow test-thorough nightly test-harm harm-table test-dist test-monitoring retest detection recordings recorded sample held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu
+.PHONY: help format lint types test test-change test-slow test-thorough nightly test-harm harm-table test-dist test-monitoring retest detection recordings recorded sample held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu pictures
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -140,6 +140,9 @@ demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (one to
 
 docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options, patches, thresholds)
 	$(PYTHON) tools/documentation.py docs/findings.md docs/metrics.md docs/options.md docs/patches.md docs/thresholds.md
+
+pictures: $(STAMP) ## take the pictures in docs/pictures from real runs (needs chromium; some minutes)
+	$(PYTHON) -m tools.pictures
 
 site: $(STAMP) ## make the site of the documentation in build/site; a link or an anchor that leads nowhere is an error
 	rm -rf build/site

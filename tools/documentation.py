@@ -40,8 +40,8 @@ Each code with its severity, its title and its impact in one sentence. `ddpdebug
 what was measured, how to look closer, causes (the likeliest first) and remedies. A finding quotes it.
 
 Severities: `critical` (the run is wrong or dead from this step on), `error` (wrong in part), `warning` (a person should
-look), `info` (worth knowing; never fails a check). Codes marked `preflight` are found by `ddpdebug preflight`, not while
-training. This page is made from the rules by `make docs`."""
+look), `info` (worth knowing; never fails a check). Codes marked `preflight` are found by `ddpdebug preflight`, not
+while training. This page is made from the rules by `make docs`."""
 
 _METRICS_HEAD = f"""\
 # Metrics
@@ -49,13 +49,15 @@ _METRICS_HEAD = f"""\
 The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md)), made from the code by `make docs`.
 [monitoring.md](monitoring.md) has dashboards, alerts and the join of `gpu_uuid` with the GPU's own metrics.
 
-- `rank` is the rank that reports. Facts that all ranks share (findings, incidents, disagreement) are exported by the lowest
-  and the highest rank that take part, and by every rank once the ranks can no longer talk: aggregate them with `max`
-  without `rank` and `instance`, never with `sum`.
+- `rank` is the rank that reports. Facts that all ranks share (findings, incidents, disagreement) are exported by the
+  lowest and the highest rank that take part, and by every rank once the ranks can no longer talk: aggregate them with
+  `max` without `rank` and `instance`, never with `sum`.
 - With several optimizers, loss, norms, rates and times are those of the optimizer that has stepped most.
-- The number of series does not depend on the model: at most {SERIES} for a rank before anything is found, {SERIES_WITH_FINDINGS} with
-  findings. The `ddpdebug_layer_*` metrics have {SLOTS} slots each; after {LAYER_NAMES} names in a run further layers are called `other`.
-- Every series also has `run_id` (six hexadecimal digits, new for each run) and `run` (`--name`, else the script's name).
+- The number of series does not depend on the model: at most {SERIES} for a rank before anything is found,
+  {SERIES_WITH_FINDINGS} with findings. The `ddpdebug_layer_*` metrics have {SLOTS} slots each; after {LAYER_NAMES}
+  names in a run further layers are called `other`.
+- Every series also has `run_id` (six hexadecimal digits, new for each run) and `run` (`--name`, else the script's
+  name).
 - `ddpdebug_render_timestamp_seconds` is the age of an answer.
 
 ## The state of a run
@@ -64,16 +66,17 @@ The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md
 
 - **0 finished**: the script came to its end; `ddpdebug_run_outcome_info` says whether with findings.
 - **1 running**: no finding at `error` or above is current.
-- **2 ill**: a finding at `error` or `critical` is current: seen in the last 1000 steps, or of a kind reported only once.
-- **3 cancelled**: ended by SIGTERM, SIGINT (Ctrl-C) or SIGHUP, also through a handler that left with exit status 128 + n.
+- **2 ill**: a finding at `error` or `critical` is current: seen in the last 1000 steps, or of a kind reported only
+  once.
+- **3 cancelled**: ended by SIGTERM, SIGINT (Ctrl-C) or SIGHUP, also through a handler that exits with 128+n.
 - **4 failed**: the script raised or left with an exit status other than 0, or a finding ended it (`--guard stop`,
   `--on-finding raise`).
 - **5 lost**: it was killed, or left without a report.
 
 A process that has ended is served for some seconds more where `--sd-dir` or `--metrics-port` is given
-([monitoring.md](monitoring.md#runs-that-have-ended)): its state, its outcome (`clean`, `findings`, `failed`, `cancelled`
-or `lost`, with a code, exception or signal as `cause`), its incidents and counters. So ask for what was last seen in a
-range:
+([monitoring.md](monitoring.md#runs-that-have-ended)): its state, its outcome (`clean`, `findings`, `failed`,
+`cancelled` or `lost`, with a code, exception or signal as `cause`), its incidents and counters. So ask for what was
+last seen in a range:
 
 - state of each run, ended ones included: `max by (run_id, run) (last_over_time(ddpdebug_run_state[$__range]))`
 - seconds since a run was last seen: `time() - max by (run_id, run) (timestamp(ddpdebug_run_state))`
@@ -81,7 +84,8 @@ range:
 - ranks that are listed, do not answer, and announced no end, for a quarter of an hour:
   `(last_over_time(ddpdebug_run_state[15m]) > 0) < 3 and on (job, instance) up == 0`. A target that is no longer listed
   is no evidence.
-- findings of ended runs by severity: `max by (run_id, run, severity) (max_over_time(ddpdebug_findings_total[$__range]))`
+- findings of ended runs by severity: `max by (run_id, run, severity)
+  (max_over_time(ddpdebug_findings_total[$__range]))`
 
 Targets have the label `sd="file"` or none, never `run_id`.
 
@@ -99,8 +103,8 @@ Targets have the label `sd="file"` or none, never `run_id`.
 - **6 left**: it has ended (HANG503)
 
 While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most, with the labels
-`missing`, `phase` and `location`. A silent rank serves nothing: another rank reports it. With `--metrics rank0` and rank 0
-silent, only `up` and `ranks/<rank>/findings.jsonl` show it.
+`missing`, `phase` and `location`. A silent rank serves nothing: another rank reports it. With `--metrics rank0` and
+rank 0 silent, only `up` and `ranks/<rank>/findings.jsonl` show it.
 
 ## Own time, waiting, and what slow ranks cost
 
@@ -120,20 +124,23 @@ The slowest rank of a step costs the difference to the next one. **Somebody is l
 something in a healthy run too: a slow rank is one that costs much more than the others. Two equally slow ranks cost
 next to nothing; their own time is above the median.
 
-## All metrics"""
+## All metrics
+
+Names that end in `_total` are counters, those with `_bucket` histograms, those with `_sum` and `_count` alone
+summaries; all others are gauges."""
 
 _MANY_HEAD = f"""\
 ## Large worlds behind one endpoint
 
-With `--metrics rank0`, rank 0 exports for all ranks. Up to {EVERY_RANK} ranks each has the series above. In a larger world there
-are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
+With `--metrics rank0`, rank 0 exports for all ranks. Up to {EVERY_RANK} ranks each has the series above. In a larger
+world there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 
 - **Aggregates over all ranks**, the table below: `{PREFIX}...` for each metric of single ranks, with `stat`
   ({", ".join(STATISTICS)}). NaN does not count. Aggregates of counters only grow, so `rate()` works.
 - **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with `metric`, `of` (the metric's other label) and
   `stat` (min, max): `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
-- **The series of {SHOWN} ranks and rank 0**: ill ones first, then those that cost most, are slowest, or have the fullest
-  memory. A shown rank stays for ten minutes unless an ill one needs the place.
+- **The series of {SHOWN} ranks and rank 0**: ill ones first, then those that cost most, are slowest, or have the
+  fullest memory. A shown rank stays for ten minutes unless an ill one needs the place.
 
 `/metrics?detail=all` has the series of every rank (`params: {{detail: [all]}}` in a scrape configuration). Gauges of
 ranks whose rows were not chosen ([decision 33](decisions/033-many-ranks.md)) are at most a minute old; their times are
@@ -147,8 +154,10 @@ One set of options, named alike everywhere: `--every-step` on the command line i
 pyproject.toml. The strongest source first: command line or call, environment, pyproject.toml, default. A wrong name or
 value is an error before any training starts. Switches have an opposite: `--no-every-step`.
 
-This page is made from the code by `make docs`."""
+This page is made from the code by `make docs`. Where no command is named, `run` and `check` have the option."""
 
+#: The commands of most options, which are not named for each.
+_USUAL = {"run", "check"}
 
 _THRESHOLDS_HEAD = """\
 # Thresholds
@@ -165,7 +174,7 @@ Why a number is what it is (a measurement, a calculation, a citation, or "chosen
 rule's file, `ddpdebug/detectors/`. Losses of at most 512 steps are kept, so a window is never longer. A finding stays
 open until its subject has been gone for 3 steps, twice as long each time it comes back.
 
-Not in the table: what rounding alone may do (SYNC204, SYNC206), and how often a probe must have seen something before it
+Not in the list: what rounding alone may do (SYNC204, SYNC206), and how often a probe must have seen something before it
 announces it (three forwards are an evaluation, four labels describe a batch).
 
 This page is made from the rules by `make docs`; [health.md](health.md) explains what is measured."""
@@ -175,8 +184,8 @@ _PATCHES_HEAD = """\
 # What is patched
 
 While a monitor is open, ddpdebug has looks in the code of these functions, which stay the same objects
-([decision 45](decisions/045-looks-in-the-code.md)). `ddpdebug doctor --verbose` lists what is in place on a machine, and
-what somebody else has wrapped. This page is made by `make docs` from a real attaching."""
+([decision 45](decisions/045-looks-in-the-code.md)). `ddpdebug doctor --verbose` lists what is in place on a machine,
+and what somebody else has wrapped. This page is made by `make docs` from a real attaching."""
 
 _PATCHES_MORE = "Nothing is put on models and on the classes of the script's own."
 
@@ -197,7 +206,7 @@ def findings_page() -> str:
 
 def metrics_page() -> str:
     """Return docs/metrics.md: every metric that the endpoint can serve."""
-    head = ("metric", "type", "labels", "meaning")
+    head = ("metric", "labels", "meaning")
     many = (row for row in _metric_rows(EVERY_RANK + 1) if row[0].startswith((f"`{PREFIX}", f"`{EXTREMES}`")))
     return "\n\n".join((_METRICS_HEAD, _table(head, _metric_rows(2)), _MANY_HEAD, _table(head, many))) + "\n"
 
@@ -210,7 +219,7 @@ def _metric_rows(world: int) -> Iterator[tuple[str, ...]]:
         values = {name: {sample.labels[name]: None for sample in metric.samples} for name in labels}
         listed = [name for name in labels if name in _LISTED_LABELS and values[name]]
         shown = [f"`{name}` ({', '.join(values[name])})" if name in listed else f"`{name}`" for name in labels]
-        yield names, metric.type, ", ".join(shown), metric.documentation
+        yield names, ", ".join(shown), metric.documentation
 
 
 def metric_names() -> set[str]:
@@ -226,14 +235,17 @@ def options_page() -> str:
     for option in options():
         default = Config.__dataclass_fields__[option.name].default
         shown = "" if default is None else f"`{str(default).lower() if option.switch else default}`"
-        rows.append((f"`{option.flag}`", option.valid, shown, ", ".join(option.commands), option.help))
+        commands = "" if set(option.commands) == _USUAL else ", ".join(option.commands)
+        rows.append((f"`{option.flag}`", option.valid, shown, commands, option.help))
     return f"{_OPTIONS_HEAD}\n\n{_table(('option', 'values', 'default', 'commands', 'meaning'), rows)}\n"
 
 
 def thresholds_page() -> str:
     """Return docs/thresholds.md: every threshold with its default and meaning."""
-    rows = [(f"`{t.name}`", f"{t.value:g}", t.meaning, ", ".join(readers(t.name))) for t in thresholds().values()]
-    return f"{_THRESHOLDS_HEAD}\n\n{_table(('threshold', 'default', 'meaning', 'codes'), rows)}\n"
+    rows = [
+        f"- `{t.name}={t.value:g}` ({', '.join(readers(t.name))}): {_cell(t.meaning)}" for t in thresholds().values()
+    ]
+    return "\n".join([_THRESHOLDS_HEAD, "", *rows]) + "\n"
 
 
 def patches_page() -> str:

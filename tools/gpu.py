@@ -172,7 +172,7 @@ def page(record: Record | None) -> str:
     lines += [f"| {what} | {goal} | {found} |" for (what, goal), found in zip(FIGURES, figures, strict=True)]
     lines += ["", "Ratios are medians over the rounds with the quartiles in brackets.", ""]
     lines += ["## The first report of an exhausted memory", ""]
-    report = "" if record is None else record["report"]
+    report = "" if record is None else record["report"].partition("\n\nat the end of the last steps:")[0]
     lines += ["```", report.rstrip(), "```"] if report else ["Not run."]
     lines += [
         "",

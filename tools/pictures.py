@@ -1,8 +1,8 @@
 """Makes the pictures in docs/pictures/ from real runs of `demo/train.py`: `make pictures`.
 
-Three runs are made: one in which a weight of rank 2 changes, one that is healthy, and one that still goes on. A terminal
-is drawn from what a command really prints to one, colours included, but for the temporary folder and the port; pages are
-photographed in chromium. Nothing is taken from Grafana.
+Three runs are made: one in which a weight of rank 2 changes, one that is healthy, and one that still goes on. A
+terminal is drawn from what a command really prints to one, colours included, but for the temporary folder and the
+port; pages are photographed in chromium. Nothing is taken from Grafana.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import pty
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -93,7 +92,7 @@ class Terminal:
             "OMP_NUM_THREADS": "1",
         }
         program = [sys.executable, "-m", "ddpdebug", *words]
-        self.process = subprocess.Popen(
+        self.process = subprocess.Popen(  # noqa: S603 - our own words
             program,
             cwd=folder,
             env=environment,
