@@ -196,23 +196,23 @@ def page(rows: Iterable[Row]) -> str:
 
 
 def _names() -> list[str]:
-    """Return what torch's private names are for as Markdown; names of autograd's nodes aside."""
+    """Return the table of torch's private names as Markdown; names of autograd's nodes aside."""
     merged: dict[tuple[str, str, str], list[str]] = {}
     for name in names.TABLE:
         if not name.path.startswith("autograd node "):
             since = ".".join(map(str, name.since)) if any(name.since) else ""
-            merged.setdefault((name.feature.name, name.off, since), []).append(name.path)
+            merged.setdefault((name.feature.name, name.off, since), []).append(f"`{name.path}`")
     return [
         "",
         "## Private names of torch",
         "",
-        "Each is looked for, and training goes on as without ddpdebug where one is missing. `ddpdebug doctor",
-        "--verbose` lists the names (`ddpdebug/torch_internals/names.py`); *from* is the torch that is known to have",
-        "them where the oldest one has not.",
+        "Each is looked for, and training goes on as without ddpdebug where one is missing. The table is",
+        "`ddpdebug/torch_internals/names.py`; *from* says which torch is known to have a name that the oldest one here",
+        "has not. The names of autograd's nodes, by which losses are read, stand in `nodes.py` beside it.",
         "",
         "| for | names | from | without them |",
         "|---|---|---|---|",
-        *(f"| {what} | {len(paths)} | {since} | {off} |" for (what, off, since), paths in merged.items()),
+        *(f"| {what} | {', '.join(paths)} | {since} | {off} |" for (what, off, since), paths in merged.items()),
     ]
 
 
