@@ -53,8 +53,8 @@ The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md
   lowest and the highest rank that take part, and by every rank once the ranks can no longer talk: aggregate them with
   `max` without `rank` and `instance`, never with `sum`.
 - With several optimizers, loss, norms, rates and times are those of the optimizer that has stepped most.
-- The number of series does not depend on the model: at most {SERIES} for a rank before anything is found,
-  {SERIES_WITH_FINDINGS} with findings. The `ddpdebug_layer_*` metrics have {SLOTS} slots each; after {LAYER_NAMES}
+- The number of series does not depend on the model: a rank has at most {SERIES} before anything is found,
+  and {SERIES_WITH_FINDINGS} with findings. The `ddpdebug_layer_*` metrics have {SLOTS} slots each; after {LAYER_NAMES}
   names in a run further layers are called `other`.
 - Every series also has `run_id` (six hexadecimal digits, new for each run) and `run` (`--name`, else the script's
   name).
@@ -135,7 +135,7 @@ _MANY_HEAD = f"""\
 With `--metrics rank0`, rank 0 exports for all ranks. Up to {EVERY_RANK} ranks each has the series above. In a larger
 world there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every rank:
 
-- **Aggregates over all ranks**, the table below: `{PREFIX}...` for each metric of single ranks, with `stat`
+- **Aggregates over all ranks**, listed below: `{PREFIX}...` for each metric of single ranks, with `stat`
   ({", ".join(STATISTICS)}). NaN does not count. Aggregates of counters only grow, so `rate()` works.
 - **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with `metric`, `of` (the metric's other label) and
   `stat` (min, max): `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
@@ -145,6 +145,9 @@ world there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every r
 `/metrics?detail=all` has the series of every rank (`params: {{detail: [all]}}` in a scrape configuration). Gauges of
 ranks whose rows were not chosen ([decision 33](decisions/033-many-ranks.md)) are at most a minute old; their times are
 sums over the steps of which all rows came."""
+
+_SAME = """\
+Aggregates of metrics above, with the same meaning, their other labels and `stat`:"""
 
 _OPTIONS_HEAD = """\
 # Options
@@ -207,8 +210,12 @@ def findings_page() -> str:
 def metrics_page() -> str:
     """Return docs/metrics.md: every metric that the endpoint can serve."""
     head = ("metric", "labels", "meaning")
-    many = (row for row in _metric_rows(EVERY_RANK + 1) if row[0].startswith((f"`{PREFIX}", f"`{EXTREMES}`")))
-    return "\n\n".join((_METRICS_HEAD, _table(head, _metric_rows(2)), _MANY_HEAD, _table(head, many))) + "\n"
+    single = list(_metric_rows(2))
+    meant = {f"Over all ranks: {meaning}" for _, _, meaning in single}
+    many = [row for row in _metric_rows(EVERY_RANK + 1) if row[0].startswith((f"`{PREFIX}", f"`{EXTREMES}`"))]
+    alike = ",\n".join(names for names, _, meaning in many if meaning in meant)
+    others = _table(head, (row for row in many if row[2] not in meant))
+    return "\n\n".join((_METRICS_HEAD, _table(head, single), _MANY_HEAD, _SAME, alike, others)) + "\n"
 
 
 def _metric_rows(world: int) -> Iterator[tuple[str, ...]]:
