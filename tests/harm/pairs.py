@@ -432,6 +432,7 @@ _GROUPS = {
     "launch": "Ways to launch",
     "python": "The interpreter",
     "version": "Versions",
+    "unwatched": "Steps that are not watched",
 }
 
 

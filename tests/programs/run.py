@@ -278,7 +278,7 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
         "| --- | --- | --- | --- |",
     ]
     for o in sorted((o for o in outcomes if o.fault is None), key=lambda o: o.program.path.name):
-        loud = _codes(o.findings, Severity.WARNING)
+        loud = _codes(o.findings, Severity.WARNING).removeprefix("nothing")
         p = o.program
         manner = p.manner or f"program on {', '.join(p.packages)}"
         cells = [p.path.stem, manner, loud, "; ".join([*o.problems, _alike(o)])]
