@@ -146,7 +146,7 @@ def test_page_names_each_situation() -> None:
     names = pairs.names_on(_PAGE)
     assert sorted(names) == sorted(situation.name for situation in _ALL.values())
     assert len(set(names)) == len(names)
-    assert {situation.group for situation in _ALL.values()} <= pairs._GROUPS.keys(), "else it is lost when it is written"
+    assert {situation.group for situation in _ALL.values()} <= pairs._GROUPS.keys(), "else the page loses it"
 
 
 _END = {"status": 0, "out": "losses ['0x1p-3']\n", "err": "", "seconds": 1.0, "left": False}

@@ -125,6 +125,11 @@ def test_only_options_and_commands_that_exist_are_documented() -> None:
         assert {word for words in named for word in words if word} <= {*COMMANDS}, path
 
 
+def test_the_readme_has_two_screens() -> None:
+    """So that it is read."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+
+
 def test_changelog_fragments_are_named_after_issues() -> None:
     """So that a release can sort them."""
     names = [path.name for path in (ROOT / "changelog").iterdir() if path.name != "README.md"]
