@@ -15,9 +15,9 @@ from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.commands.explain import Page, pages
 from ddpdebug.config.settings import Config, options
 from ddpdebug.detectors.catalog import FAMILIES
+from ddpdebug.detectors.pages import Page, pages
 from ddpdebug.detectors.thresholds import readers, thresholds
 from ddpdebug.errors import UsageError
 from ddpdebug.schema.coverage import Coverage

@@ -82,7 +82,7 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
         lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
     lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]
     for finding in verdict.failing:
-        file, line = _location(finding, root)
+        file, line = located(finding, root)
         title = f"{clean(finding.code, 40)} {clean(finding.title, 200)}"
         place = f"file={_property(file)},line={line}," if file else ""
         lines.append(f"::error {place}title={_property(title)}::{_message(describe(finding)[:4000])}")
@@ -95,15 +95,15 @@ def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> st
     """Return GitLab's code quality report; a finding without a line of the user's code stands at the script's first."""
     entries: list[dict[str, Any]] = []
     for finding in (*verdict.failing, *verdict.others):
-        file, line = _location(finding, root)
+        file, line = located(finding, root)
         text = " · ".join(part for part in (where(finding), ", ".join(subjects(finding))) if part)
         entries.append(
             {
                 "description": f"{clean(finding.code, 40)} {clean(finding.title)}{f': {text}' if text else ''}",
                 "check_name": clean(finding.code, 40),
-                "fingerprint": _fingerprint(finding),
+                "fingerprint": fingerprint(finding, root),
                 "severity": _GITLAB_SEVERITY[finding.severity],
-                "location": {"path": file or _relative(clean(script), root), "lines": {"begin": line or 1}},
+                "location": {"path": file or relative(clean(script), root), "lines": {"begin": line or 1}},
             }
         )
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
@@ -113,7 +113,7 @@ def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> st
                 "check_name": "script",
                 "fingerprint": hashlib.sha256(verdict.word.value.encode()).hexdigest(),
                 "severity": "blocker",
-                "location": {"path": _relative(clean(script), root), "lines": {"begin": 1}},
+                "location": {"path": relative(clean(script), root), "lines": {"begin": 1}},
             }
         )
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
@@ -125,18 +125,21 @@ def _blamed(verdict: Verdict) -> str:
     return "; ".join(f"{who}: {clean(words, 400)}" for who, words in verdict.ends(verdict.blamed).items())
 
 
-def _fingerprint(finding: Finding) -> str:
+def fingerprint(finding: Finding, root: str | None) -> str:
     """Name the finding as the next commit will find it again: not by step, which moves."""
-    parts = (finding.code, finding.subject[0] if finding.subject else "", finding.location or "")
+    file, line = located(finding, root)
+    place = f"{file}:{line}" if file else finding.location or ""
+    parts = (finding.code, finding.subject[0] if finding.subject else "", place)
     return hashlib.sha256("\0".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def _location(finding: Finding, root: str | None) -> tuple[str, int]:
+def located(finding: Finding, root: str | None) -> tuple[str, int]:
+    """Return the file, from the checkout's folder where it is in there, and the line; an empty name where unknown."""
     found = _LOCATION.fullmatch(clean(finding.location or ""))
-    return (_relative(found["file"], root), max(1, int(found["line"]))) if found else ("", 0)
+    return (relative(found["file"], root), max(1, int(found["line"]))) if found else ("", 0)
 
 
-def _relative(file: str, root: str | None) -> str:
+def relative(file: str, root: str | None) -> str:
     """Return the path from the checkout's folder, where it is in there."""
     path = PurePosixPath(os.path.normpath(file)) if file else PurePosixPath()
     if root and path.is_absolute() and path.is_relative_to(root):

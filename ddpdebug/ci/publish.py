@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpdebug.ci.github_gitlab import to_codequality, to_github, to_markdown
 from ddpdebug.ci.json_junit import to_json, to_junit
+from ddpdebug.ci.sarif import to_sarif
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge, with_coverage
 from ddpdebug.clock import utc_now
 from ddpdebug.config.settings import Config
@@ -198,10 +199,13 @@ def _outcome(record: Mapping[str, Any]) -> Outcome | None:
 # --- telling --------------------------------------------------------------------------------------------------------
 
 
-def publish(verdict: Verdict, config: Config, directory: Path | None, script: str) -> int:
+def publish(verdict: Verdict, config: Config, directory: Path | None, script: str, form: str = "text") -> int:
     """Write the files that were asked for, annotate where a CI service listens, print; return the exit code.
 
     A file that cannot be written is a verdict that somebody does not get: that is no clean one.
+
+    Args:
+        form: `text` or one of `FORMS`; of these standard output gets the verdict, and nothing else says anything.
     """
     verdict = _redacted(verdict, Redactor(sys.argv))
     run = None if directory is None else str(directory)
@@ -209,11 +213,33 @@ def publish(verdict: Verdict, config: Config, directory: Path | None, script: st
         word = verdict.word if verdict.exit_code else Word.DAMAGED
         verdict = replace(verdict, word=word, notes=(*verdict.notes, *lost))
         _write_all(verdict, config, run, script)
+    if form != "text":
+        return _put(verdict, FORMS[form](verdict, run, script))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         lost = [_write(Path(summary), lambda: to_markdown(verdict, run), add=True)]
         verdict = replace(verdict, notes=(*verdict.notes, *filter(None, lost)))
     _speak(verdict, run, config)
     return verdict.exit_code
+
+
+def _put(verdict: Verdict, text: str) -> int:
+    """Write the verdict to standard output; one that nobody gets is no clean one."""
+    try:
+        sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
+        sys.stdout.buffer.flush()
+    except (AttributeError, OSError, ValueError):
+        sys.stdout = None  # what stays in its buffer would be written again as the interpreter ends
+        return verdict.exit_code or Word.DAMAGED.exit_code
+    return verdict.exit_code
+
+
+#: The forms of a verdict for other programs; text is for people.
+FORMS: Mapping[str, Callable[[Verdict, str | None, str], str]] = {
+    "json": lambda verdict, run, script: to_json(verdict, run),
+    "sarif": lambda verdict, run, script: to_sarif(verdict, script, _root()),
+    "markdown": lambda verdict, run, script: to_markdown(verdict, run),
+    "github": lambda verdict, run, script: "".join(f"{line}\n" for line in to_github(verdict, _root())),
+}
 
 
 def _write_all(verdict: Verdict, config: Config, run: str | None, script: str) -> list[str]:

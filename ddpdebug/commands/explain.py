@@ -3,59 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
 
 import click
 
 from ddpdebug.commands._target import plain_console
-from ddpdebug.detectors.base import runbook
-from ddpdebug.detectors.catalog import catalog, planned
+from ddpdebug.detectors.pages import Page, pages
 from ddpdebug.errors import UsageError, did_you_mean
-from ddpdebug.schema.finding import Severity
 
 _TEXT = """Print what a finding code means: impact, how to look closer, likely causes, what to do.
 
 Without CODE, list all codes.
 """
 _WIDTH = 110
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """What is known of one code."""
-
-    code: str
-    severity: Severity
-    title: str
-    prose: dict[str, Any]  # as `runbook` returns it
-    detected: bool
-    found_by: str = ""  # the command that finds it, where no rule does while training
-
-
-def pages() -> dict[str, Page]:
-    """Return every code of the catalogue, sorted, whether or not it is detected yet."""
-    found = {
-        rule.code: Page(
-            code=rule.code,
-            severity=rule.severity,
-            title=rule.title,
-            prose=runbook(rule),
-            detected=True,
-        )
-        for rule in catalog()
-    }
-    for code, table in planned().items():
-        found[code] = Page(
-            code=code,
-            severity=table["severity"],
-            title=table["title"],
-            prose=table,
-            detected="found_by" in table,
-            found_by=table.get("found_by", ""),
-        )
-    return dict(sorted(found.items()))
 
 
 def _page(known: dict[str, Page], code: str) -> Page:
@@ -89,23 +49,12 @@ def _print_page(page: Page) -> None:
         console.print(Text("not detected yet: no rule of this version raises it", "yellow"))
     if page.found_by:
         console.print(Text(f"found by `ddpdebug {page.found_by}`, not while training", "cyan"))
-    for name in ("meaning", "impact", "diagnosis", "causes", "remedy"):
-        body = page.prose.get(name)
-        if body:
-            console.print()
-            console.print(Text(name, "bold cyan"))
-            for lead, paragraph in _paragraphs(body, numbered=name == "causes"):
-                text = fill(
-                    paragraph, console.width, initial_indent=f"  {lead}", subsequent_indent="  " + " " * len(lead)
-                )
-                console.print(Text(text), soft_wrap=True)
-
-
-def _paragraphs(body: str | list[str], *, numbered: bool) -> list[tuple[str, str]]:
-    """Return the paragraphs on one line each, with what stands before them."""
-    if isinstance(body, str):
-        return [("", " ".join(part.split())) for part in body.split("\n\n")]
-    return [(f"{i}. " if numbered else "- ", " ".join(item.split())) for i, item in enumerate(body, 1)]
+    for name, paragraphs in page.sections():
+        console.print()
+        console.print(Text(name, "bold cyan"))
+        for lead, paragraph in paragraphs:
+            text = fill(paragraph, console.width, initial_indent=f"  {lead}", subsequent_indent="  " + " " * len(lead))
+            console.print(Text(text), soft_wrap=True)
 
 
 @click.command("explain", help=_TEXT)

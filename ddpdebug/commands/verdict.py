@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ddpdebug.ci.publish import Witness, judge_directory, publish, run_of
+from ddpdebug.ci.publish import FORMS, Witness, judge_directory, publish, run_of
 from ddpdebug.ci.verdict import judge
 from ddpdebug.commands._target import check_outputs, click_option
 from ddpdebug.config.settings import Config, options
@@ -21,21 +21,31 @@ _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
 Launchers (torchrun, srun) flatten exit codes; this gives those of `check` back: 0 clean, 1 findings at or above
 --fail-on, 2 wrong usage or no run directory, 3 the script failed, 4 hang, lost rank, or findings that cannot be read.
 A rank without a report counts as lost. What was not checked is said; with --require-checks it exits with 1.
+With another --format than text the verdict goes to standard output, in that form and nothing else; the exit code is the
+same.
 """
 
 
 @click.command("verdict", help=_TEXT, params=[click_option(option) for option in options("verdict")])
 @click.argument("run_dir", type=click.Path(path_type=Path))
-def command(run_dir: Path, **given: Any) -> Callable[[], int]:
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", *FORMS]),
+    default="text",
+    help="Form of the verdict: for people, as JSON, as SARIF 2.1.0 for code scanning, as Markdown for the summary of a "
+    "job, as annotations of GitHub. [default text]",
+)
+def command(run_dir: Path, form: str, **given: Any) -> Callable[[], int]:
     """Return the action for a line that is right."""
     config = Config.load(given, os.environ, Path.cwd(), flags=True)
     if not run_dir.is_dir():
         raise UsageError(f"{str(run_dir)!r} is no directory; give the run directory, which `--out` named")
     check_outputs(config)
-    return lambda: _act(run_dir, config)
+    return lambda: _act(run_dir, config, form)
 
 
-def _act(directory: Path, config: Config) -> int:
+def _act(directory: Path, config: Config, form: str) -> int:
     witness = Witness.of(directory)
     try:
         verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
@@ -45,7 +55,7 @@ def _act(directory: Path, config: Config) -> int:
         if not (directory / RANKS).exists():
             raise UsageError(str(error)) from None
         verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
-    return publish(verdict, config, directory, _script(directory))
+    return publish(verdict, config, directory, _script(directory), form)
 
 
 def _script(directory: Path) -> str:

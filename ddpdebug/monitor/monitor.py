@@ -281,6 +281,16 @@ class Monitor:
         """What was looked at so far and what was not."""
         return self.covering.coverage()
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what is watched, what was not looked at, and the findings, all escaped."""
+        import html  # noqa: PLC0415 - for notebooks
+
+        state = "ended" if self._closed else "watching"
+        findings = self.findings
+        about = f"ddpdebug: {state} rank {self.rank} of {self.world} · run {self.run_id} · {len(findings)} findings"
+        shown = "".join(finding._repr_html_() for finding in findings)
+        return f"<div><p>{html.escape(about)}<br>{html.escape(self.coverage.line())}</p>{shown}</div>"
+
     def watch_replica(self, name: str, module: torch.nn.Module) -> None:
         """Compare a module outside DDP (EMA, teacher) between ranks, as RANK113, under the given name."""
         self.probes.replicas.add(name, module)

@@ -87,6 +87,28 @@ class Finding:
                 del record[name]
         return strict_json(record)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: names and messages come from the job, so all of it is escaped."""
+        import html  # noqa: PLC0415 - a job has no use for it
+
+        def shown(value: object) -> str:
+            text = str(value)[:_MAX_SHOWN]
+            return html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+
+        known = {
+            "step": self.step,
+            "ranks": ", ".join(map(str, self.ranks)),
+            "subject": ", ".join(self.subject),
+            "phase": self.phase,
+            "place": self.location,
+            **{key: strict_json(value) for key, value in self.evidence.items()},
+            "causes": "; ".join(self.causes),
+            "what to do": "; ".join(self.actions),
+        }
+        rows = [f"<tr><th>{shown(k)}</th><td>{shown(v)}</td></tr>" for k, v in known.items() if v not in (None, "")]
+        head = f"<b>{shown(self.code)}</b> {self.severity.label}: {shown(self.title)}"
+        return f"<details open><summary>{head}</summary><table>{''.join(rows)}</table></details>"
+
     @classmethod
     def from_json(cls, line: str) -> Finding:
         """Read a line of `findings.jsonl`; raise ValueError on anything else."""
@@ -101,6 +123,8 @@ class Finding:
 
 _TEXTS, _OPTIONAL_TEXTS = ("code", "title", "severity"), ("phase", "location", "time", "run", "id", "ignored")
 _LISTS = ("ranks", "subject", "causes", "actions")
+#: Of a field a notebook shows no more characters.
+_MAX_SHOWN = 2000
 
 
 def _is_well_formed(record: Mapping[str, Any]) -> bool:

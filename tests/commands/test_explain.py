@@ -9,7 +9,7 @@ import pytest
 
 from ddpdebug import preflight
 from ddpdebug.commands import main
-from ddpdebug.commands.explain import pages
+from ddpdebug.detectors.pages import pages
 
 _KNOWN = pages()
 

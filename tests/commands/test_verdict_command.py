@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,32 @@ def test_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     text = (tmp_path / "v.md").read_text(encoding="utf-8")
     assert (tmp_path / "summary.md").read_text(encoding="utf-8") == f"before\n{text}"
     assert json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))[0]["location"]["path"] == "t.py"
+
+
+@pytest.mark.parametrize("form", ["json", "sarif", "markdown", "github"])
+def test_forms(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output has the verdict in that form, and nothing else says anything; the exit code is the same."""
+    folder = _run(tmp_path / "run", {0: _FINE, 1: _FINE}, [_FINDING])
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    files = ["--json", "v.json", "--markdown", "v.md"]
+    assert main(["verdict", str(folder), "--format", form, *files]) == 1
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert not (tmp_path / "summary.md").exists()
+    if form == "sarif":
+        assert [result["ruleId"] for result in json.loads(out)["runs"][0]["results"]] == ["RANK101"]
+    elif form == "github":
+        assert all(line.startswith("::") for line in out.splitlines())
+        assert "title=RANK101" in out
+    else:
+        assert out == (tmp_path / {"json": "v.json", "markdown": "v.md"}[form]).read_text(encoding="utf-8")
+
+
+def test_a_form_that_nobody_gets_is_no_clean_verdict(tmp_path: Path) -> None:
+    """Where standard output is full, the exit code says so, and Python ends as usual."""
+    _run(tmp_path / "run", {0: _FINE, 1: _FINE}, statuses={"0": 0, "1": 0})
+    words = [sys.executable, "-m", "ddpdebug", "verdict", "run", "--format", "json"]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (4, "")

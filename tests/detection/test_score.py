@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ddpdebug.commands.explain import pages
+from ddpdebug.detectors.pages import pages
 from ddpdebug.schema.finding import Finding, Severity
 
 _SCORE = Path(__file__).with_name("score.py")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.commands.explain import pages
 from ddpdebug.config.settings import Config, to_flags
 from ddpdebug.detectors.data.data906_repeated_batch import RepeatedBatch
 from ddpdebug.detectors.hlth.hlth703_dead_units import DeadUnits
+from ddpdebug.detectors.pages import pages
 from ddpdebug.detectors.thresholds import assignments, readers, thresholds
 from ddpdebug.errors import UsageError
 

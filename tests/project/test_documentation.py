@@ -13,8 +13,8 @@ import pytest
 
 import ddpdebug
 from ddpdebug.commands._line import COMMANDS
-from ddpdebug.commands.explain import pages
 from ddpdebug.config.settings import Config, options
+from ddpdebug.detectors.pages import pages
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.schema.row import ROW_BYTES, Row, encode, layout
 from tools.documentation import PAGES, main

@@ -22,9 +22,9 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ddpdebug.commands.explain import pages
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import EventRule
+from ddpdebug.detectors.pages import pages
 from ddpdebug.isolation import background
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
