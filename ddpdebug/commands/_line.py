@@ -28,6 +28,7 @@ COMMANDS = (
     "dashboards",
     "annotations",
     "hub",
+    "mcp",
     "doctor",
 )
 

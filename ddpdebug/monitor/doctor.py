@@ -47,6 +47,7 @@ EXTRAS = {
     "hub-postgres": (("psycopg",), "a hub that keeps its runs in Postgres"),
     "grafana": (("grafana_api",), "annotations in Grafana"),
     "plots": (("matplotlib",), "the plots of the preflight as files"),
+    "mcp": (("mcp",), "answers to programs that ask about runs"),
 }
 #: What jobs have failed for want of, elsewhere: files for sockets and workers, memory for the batches of workers.
 _FEW_FILES, _LITTLE_SHARED = 4096, 1 << 30
