@@ -17,6 +17,7 @@ from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.detectors.catalog import FAMILIES
+from ddpdebug.detectors.nature import restart
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.step import FLAT
 from ddpdebug.sinks.text import clean, parts, ranks_text
@@ -31,7 +32,10 @@ def to_json(verdict: Verdict, run: str | None) -> str:
     record: dict[str, Any] = {
         "verdict": verdict.word.value,
         "exit_code": verdict.exit_code,
-        "findings": [json.loads(finding.to_json()) for finding in (*verdict.failing, *verdict.others)],
+        "findings": [
+            {**json.loads(finding.to_json()), "restart": restart(finding)}
+            for finding in (*verdict.failing, *verdict.others)
+        ],
         "ranks": {str(rank): _rank(verdict, rank) for rank in verdict.ranks},
         "blamed": list(verdict.blamed),
         "hang": None if verdict.hang is None else {"code": verdict.hang.code, "story": list(verdict.story)},

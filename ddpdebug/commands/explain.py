@@ -8,6 +8,7 @@ from textwrap import fill
 import click
 
 from ddpdebug.commands._target import plain_console
+from ddpdebug.detectors.nature import usual
 from ddpdebug.detectors.pages import Page, pages
 from ddpdebug.errors import UsageError, did_you_mean
 
@@ -55,6 +56,10 @@ def _print_page(page: Page) -> None:
         for lead, paragraph in paragraphs:
             text = fill(paragraph, console.width, initial_indent=f"  {lead}", subsequent_indent="  " + " " * len(lead))
             console.print(Text(text), soft_wrap=True)
+    if found := usual(page.code):
+        console.print()
+        console.print(Text("does a restart help?", "bold cyan"))
+        console.print(Text(f"  mostly {found.value}: {found.advice}"), soft_wrap=True)
 
 
 @click.command("explain", help=_TEXT)

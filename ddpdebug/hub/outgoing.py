@@ -24,6 +24,7 @@ from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select, u
 
 from ddpdebug._version import __version__
 from ddpdebug.clock import time
+from ddpdebug.detectors.nature import nature
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.hub.schema import delivery, finding, note, run
 from ddpdebug.hub.states import STATES
@@ -325,6 +326,7 @@ def _of_finding(row: Mapping[str, Any], found: Finding, link: str) -> dict[str, 
     subject = ", ".join(map(_escaped, found.subject[:3])) or "-"
     fields = [("where", _escaped(where(found, row["world"] or 1))), ("what", subject)]
     fields += [("next", _escaped(found.actions[0]))] if found.actions else []
+    fields += [("restart", known.advice)] if (known := nature(found)) else []
     return _slack(head, fields, _COLORS[found.severity])
 
 

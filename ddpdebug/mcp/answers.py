@@ -22,6 +22,7 @@ from typing import IO, Any
 from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.publish import Witness, judge_directory
 from ddpdebug.clock import utc_now
+from ddpdebug.detectors.nature import restart
 from ddpdebug.detectors.pages import pages
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.progress.boxes import read_ranks, together
@@ -156,7 +157,7 @@ class Answers:
             for each in dict.fromkeys(finding.code for finding in shown)
             if each in known
         }
-        told = [json.loads(finding.to_json()) for finding in shown]
+        told = [{**json.loads(finding.to_json()), "restart": restart(finding)} for finding in shown]
         return {"run": run, "known": len(found), "first": max(0, first), "findings": told, "runbooks": runbooks}
 
     def series(self, run: str, names: Sequence[str] = (_LOSS, _TIME), points: int = 40) -> dict[str, Any]:
