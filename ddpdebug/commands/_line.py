@@ -20,6 +20,7 @@ COMMANDS = (
     "bisect",
     "equivalence",
     "explain",
+    "fix",
     "replay",
     "memory",
     "report",

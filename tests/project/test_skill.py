@@ -6,12 +6,12 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from corpus_twins import twin
 
 from ddpdebug.detectors.pages import pages
 
@@ -46,16 +46,17 @@ def test_what_programs_read_is_there() -> None:
 @pytest.mark.smoke
 def test_the_commands_lead_to_the_cause(tmp_path: Path) -> None:
     """On a script that never clears its gradients, each does what the page says."""
-    shutil.copy(ROOT / "tests" / "corpus" / "rcp808_zero_grad_missing.py", tmp_path / "train.py")
-    env = {**os.environ, "FAULT": "1", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "train.py").write_text(twin("rcp808_zero_grad_missing", fault=True), encoding="utf-8")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     outputs = {}
     for line in _commands():
         words = [sys.executable, "-m", "ddpdebug", *shlex.split(line)]
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == (1 if line.startswith(("check", "verdict")) else 0), done.stdout + done.stderr
         outputs[line.partition(" ")[0]] = done.stdout
-    assert outputs.keys() >= {"check", "verdict", "explain", "top", "stacks", "report"}
+    assert outputs.keys() >= {"check", "verdict", "explain", "top", "stacks", "fix", "report"}
     (finding,) = json.loads(outputs["verdict"])["findings"]
     assert finding["code"] == "RCP808"
     assert finding["code"] in outputs["explain"]
+    assert "+        opt.zero_grad()" in outputs["fix"]
     assert (tmp_path / outputs["report"].strip()).is_file()
