@@ -67,7 +67,7 @@ def command(run_dir: Path, *, code: str | None, prove: bool, steps: int | None) 
         taken = [sum(map(int, dict(end.get("steps") or {}).values())) for end in read_outcomes(run_dir).values()]
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    most = steps or min(max(taken, default=0) or _MOST_STEPS, _MOST_STEPS)
+    most = steps or min(max(taken, default=_MOST_STEPS) + 1, _MOST_STEPS)  # one more, for what has ended the run
     return lambda: _act(run, findings, most if prove else None)
 
 

@@ -282,6 +282,15 @@ def _broadcast(case: Case) -> None:
     source.remove_keyword(_only(kept, "wrappers with broadcast_buffers=False"), "broadcast_buffers")
 
 
+def _find_unused(case: Case) -> None:
+    """Let DDP look in each forward for the parameters that it did not use."""
+    call = _wrapper(case.source)
+    given = {keyword.arg for keyword in call.keywords}
+    if given & {"find_unused_parameters", "static_graph", None}:
+        raise CannotError("the wrapper is told already what to expect of unused parameters")
+    case.source.add_keyword(call, "find_unused_parameters=True")
+
+
 def _seed(case: Case) -> None:
     """Give each rank random numbers of its own, once the models are alike."""
     source = case.source
@@ -319,6 +328,7 @@ def _arguments(node: ast.expr) -> list[str]:
 CURES: dict[str, Cure] = {
     "DATA901": _own_share,
     "DATA902": _set_epoch,
+    "FAIL1001": _find_unused,
     "MEM403": _detach,
     "RANK102": _broadcast,
     "RANK110": _seed,
@@ -332,7 +342,7 @@ CURES: dict[str, Cure] = {
     "SYNC202": _through_wrapper,
 }
 #: Codes whose cure stands elsewhere than at the finding's line: in the file of the script, where one place fits.
-ELSEWHERE = frozenset({"DATA901", "DATA902", "RANK102", "RANK110", "RCP802"})
+ELSEWHERE = frozenset({"DATA901", "DATA902", "FAIL1001", "RANK102", "RANK110", "RCP802"})
 
 
 def cure(data: bytes, finding: Finding, line: int | None) -> tuple[Source, str]:

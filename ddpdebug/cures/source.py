@@ -117,6 +117,12 @@ class Source:
         """Put other words in the place of an expression."""
         self._edits.append((*self._span(node), text.encode()))
 
+    def add_keyword(self, call: ast.Call, text: str) -> None:
+        """Give a call one more argument, behind the others."""
+        end = max((self._span(node)[1] for node in (*call.args, *call.keywords)), default=0)
+        place = end or self._span(call)[1] - 1
+        self._edits.append((place, place, (f", {text}" if end else text).encode()))
+
     def remove_keyword(self, call: ast.Call, name: str) -> None:
         """Take an argument away that is given by its name."""
         found = next(keyword for keyword in call.keywords if keyword.arg == name)

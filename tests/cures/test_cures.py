@@ -58,6 +58,10 @@ _DATA901 = ["sampler=torch.utils.data.DistributedSampler(data)"], ["shuffle=True
         ("rcp816_cleared_before_the_step", "RCP816", "backward()", (), ["    opt."], ["    opt."]),
         ("rcp816_cleared_in_the_micro_batch_loop", "RCP816", "backward()", (), [".zero_grad()"], [".zero_grad()"]),
         ("data901_same_seed_no_sampler", "DATA901", None, (), *_DATA901),
+        (
+            *("sync207_parameter_unused_on_one_rank", "FAIL1001", None, ("box.weight",)),
+            *([", find_unused_parameters=True)"], ["DDP("]),
+        ),
         ("rank110_noise_alike_on_all_ranks", "RANK110", None, (), ["+ torch.distributed.get_rank()"], []),
     ],
 )
@@ -100,6 +104,7 @@ _LOOP = "for x in data:\n    loss = model(x)\n    loss.backward()\n    {}\n"
         (_LOOP.format("opt.step()"), "RCP808", 99, "no statement on line 99"),
         ("a.softmax(1)\nb.softmax(1)\n", "RCP802", 1, "2 uses of softmax"),
         ("losses.append(float(loss))\n", "MEM403", 1, "not a tensor by name"),
+        ("m = DDP(a, static_graph=True)\n", "FAIL1001", None, "told already"),
         ("m = DDP(a, broadcast_buffers=flag)\n", "RANK102", None, "no wrappers with broadcast_buffers=False"),
         ("def broken(:\n", "RCP808", 1, "no Python"),
         ("x = 1\n", "RANK101", 1, "no mechanical cure"),
