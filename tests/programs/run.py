@@ -294,7 +294,8 @@ def page(outcomes: list[Outcome], skipped: list[Program]) -> str:
     for o in sorted((o for o in outcomes if o.fault is not None), key=lambda o: o.program.path.name):
         assert o.fault is not None
         seen = o.problems or o.unlocated or ["found"]
-        cells = [o.program.path.stem, o.fault.name, _codes(o.findings), "; ".join([*seen, _alike(o)])]
+        told = [f for f in o.findings if f.severity >= Severity.WARNING or f.code in o.fault.codes]
+        cells = [o.program.path.stem, o.fault.name, _codes(told), "; ".join([*seen, _alike(o)])]
         lines.append("| " + " | ".join(pairs._cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
