@@ -75,7 +75,8 @@ def _act(run: Mapping[str, Any], findings: list[Finding], steps: int | None) -> 
     diffs = list(_diffs(run, findings))
     for diff in diffs:
         _say(f"{_about(diff.finding)}: {diff.about}")
-        print(diff.source.diff(diff.name), end="", flush=True)
+        sys.stdout.buffer.write(diff.source.diff(diff.name).encode())  # as the file has it, whatever the terminal takes
+        sys.stdout.buffer.flush()
     if not diffs:
         _say(f"no change is known for what was found; cures are known for {', '.join(sorted(CURES))}")
         return 1
@@ -90,25 +91,33 @@ def _diffs(run: Mapping[str, Any], findings: list[Finding]) -> Iterator[_Diff]:
         if finding.code not in CURES:
             continue
         try:
-            file, line = _place(run, finding)
-            if (finding.code, file) in seen:
-                continue
-            seen.add((finding.code, file))
-            source, about = cure(_unchanged(run, file), finding, line)
+            diff = _diff(run, finding)
         except CannotError as error:
             _say(f"{_about(finding)}: no change: {error}")
             continue
-        yield _Diff(finding=finding, file=file, source=source, about=about)
+        if (finding.code, diff.file) not in seen:
+            seen.add((finding.code, diff.file))
+            yield diff
 
 
-def _place(run: Mapping[str, Any], finding: Finding) -> tuple[Path, int | None]:
-    """Return the file that is to be changed, and the line that the finding names."""
+def _diff(run: Mapping[str, Any], finding: Finding) -> _Diff:
+    """Return the change for a finding: in the file of its line, or in the script where it may stand elsewhere."""
     found = _LOCATION.fullmatch(finding.location or "")
+    places: list[tuple[Callable[[], Path], int | None]] = []
     if found is not None:
-        return _users(Path(found["file"])), int(found["line"])
-    if finding.code not in ELSEWHERE:
-        raise CannotError("the finding names no line")
-    return _script(run), None
+        places.append((lambda: _users(Path(found["file"])), int(found["line"])))
+    if finding.code in ELSEWHERE:
+        places.append((lambda: _script(run), None))
+    why = CannotError("the finding names no line")
+    for number, (find, line) in enumerate(places):
+        try:
+            file = find()
+            source, about = cure(_unchanged(run, file), finding, line)
+        except CannotError as error:
+            why = why if number else error
+        else:
+            return _Diff(finding=finding, file=file, source=source, about=about)
+    raise why
 
 
 def _script(run: Mapping[str, Any]) -> Path:

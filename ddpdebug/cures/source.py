@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any
 
+#: Where a line begins for programs that apply diffs, whatever else ends lines elsewhere.
+_AFTER_END = re.compile(r"(?<=\n)(?!\Z)")
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 
@@ -141,10 +144,8 @@ class Source:
         Raises:
             CannotError: there are none, or the file would be no Python any more.
         """
-        changed = self.changed()
-        lines = difflib.unified_diff(
-            self.text.splitlines(keepends=True), changed.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-        )
+        before, after = (_AFTER_END.split(text) for text in (self.text, self.changed()))
+        lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def changed(self) -> str:

@@ -37,17 +37,25 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT, encoding="utf-8")
 
 
-def test_the_diff_can_be_applied(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("script", [_SCRIPT, "# \x0c ü \u2028\n" + _SCRIPT, _SCRIPT.strip()])
+def test_the_diff_can_be_applied(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output has it and nothing else; the file is as it was until somebody applies it."""
-    _run(tmp_path / "run", _finding(), _finding(location=str(tmp_path / "train.py:3")), _finding("RANK101"))
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    line = script.count("\n") + script.endswith("p()")
+    _run(
+        tmp_path / "run",
+        _finding(location=str(tmp_path / f"train.py:{line}")),
+        _finding(location=f"train.py:{line}"),
+        _finding("RANK101"),
+    )
     assert main(["fix", "run"]) == 0
     out, err = capfd.readouterr()
     assert "Clear the gradients after each optimizer step." in err
-    assert (tmp_path / "train.py").read_text(encoding="utf-8") == _SCRIPT
+    assert (tmp_path / "train.py").read_text(encoding="utf-8") == script
     git = shutil.which("git")
     assert git is not None
     subprocess.run([git, "apply", "-"], input=out, text=True, check=True)
-    assert (tmp_path / "train.py").read_text(encoding="utf-8") == _SCRIPT + "    opt.zero_grad()\n"
+    assert (tmp_path / "train.py").read_text(encoding="utf-8") == script.removesuffix("\n") + "\n    opt.zero_grad()\n"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,17 @@ def test_what_is_refused(
     out, err = capfd.readouterr()
     assert out == ""
     assert said in err
+
+
+def test_what_stands_elsewhere_is_looked_for_in_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the file of the finding's line has no place for the change."""
+    (tmp_path / "train.py").write_text("model = DDP(net)\n", encoding="utf-8")
+    (tmp_path / "loop.py").write_text(_SCRIPT, encoding="utf-8")
+    _run(tmp_path / "run", _finding("FAIL1001", "loop.py:2"))
+    assert main(["fix", "run"]) == 0
+    out, _ = capfd.readouterr()
+    assert out.splitlines()[:2] == ["--- a/train.py", "+++ b/train.py"]
+    assert "+model = DDP(net, find_unused_parameters=True)" in out
 
 
 def test_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:
