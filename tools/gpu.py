@@ -40,6 +40,11 @@ ITEMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Digests of shards",
+        "those of the CPU, of whole tensors, columns and strided ones; no wait of the host",
+        ("test_digests_of_shards_are_those_of_the_cpu[cuda]",),
+    ),
+    (
         "One launch, and a fallback",
         "Triton: one launch over all tensors; torch's operations: the same numbers",
         ("test_all_tensors_take_one_launch", "test_operations_of_torch_give_the_same"),

@@ -19,11 +19,11 @@ _LAYERS = (
     ("errors", "fingerprint"),
     ("devices", "triton_kernels"),
     ("detectors", "device_fingerprint", "isolation"),
-    ("config", "nested", "sinks"),
+    ("config", "nested", "shard_digest", "sinks"),
     ("run_directory",),
     ("exchange", "grafana", "processes"),
     ("diagnosis", "probes", "progress"),
-    ("ci", "cures", "forensics", "reports"),
+    ("checkpoints", "ci", "cures", "forensics", "reports"),
     ("instrument", "testing"),
     ("monitor", "pytest_plugin"),
     ("hub", "mcp", "preflight", "trainers"),
@@ -92,8 +92,8 @@ _PURE = (
     "pytest_plugin.marked_test",
 )
 #: Modules that may name torch.distributed. The launcher starts processes, the plugin gives a test its group, the others
-#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and preflight.in_step
-#: where the user's program asks for a sweep on all ranks.
+#: talk, hook or look; in a job only exchange communicates, over what torch_internals gives it, and where the user's
+#: program asks for it preflight.in_step, in a sweep on all ranks, and checkpoints.live, for digests of sharded tensors.
 _DISTRIBUTED = (
     "exchange.ticks",
     "torch_internals",
@@ -108,6 +108,7 @@ _DISTRIBUTED = (
     "ci.equivalence",
     "preflight.sandbox.lockstep",
     "monitor.doctor",
+    "checkpoints.live",
 )
 _HEAVY = {"torch", "numpy", "rich", "click", "prometheus_client", "sqlalchemy", "starlette", "uvicorn", "jinja2"}
 
