@@ -11,6 +11,8 @@ TYPE_CHECKING = False  # that of `typing`, which a script need not load
 if TYPE_CHECKING:
     from typing import Any
 
+    from ddpdebug.checkpoints.live import compare_states, digests_of
+    from ddpdebug.checkpoints.outcome import StateComparison
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.monitor.attach import DebugDDP, expect_growth, observe, watch
     from ddpdebug.monitor.monitor import Monitor
@@ -26,7 +28,10 @@ _HOMES = {
     "FindingError": "ddpdebug.errors",
     "Monitor": "ddpdebug.monitor.monitor",
     "Severity": "ddpdebug.schema.finding",
+    "StateComparison": "ddpdebug.checkpoints.outcome",
     "UsageError": "ddpdebug.errors",
+    "compare_states": "ddpdebug.checkpoints.live",
+    "digests_of": "ddpdebug.checkpoints.live",
     "expect_growth": "ddpdebug.monitor.attach",
     "find_lr": "ddpdebug.preflight.checks.lr_finder",
     "observe": "ddpdebug.monitor.attach",
@@ -42,7 +47,10 @@ __all__ = [
     "FindingError",
     "Monitor",
     "Severity",
+    "StateComparison",
     "UsageError",
+    "compare_states",
+    "digests_of",
     "expect_growth",
     "find_lr",
     "observe",

@@ -22,6 +22,7 @@ COMMANDS = (
     "explain",
     "fix",
     "replay",
+    "checkpoint",
     "memory",
     "report",
     "top",

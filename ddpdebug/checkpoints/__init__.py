@@ -1,0 +1,1 @@
+"""States of models compared: checkpoints on a disk, and live ones, whatever their sharding."""
