@@ -33,8 +33,8 @@ def digests_of(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
     no part of them. Numbers are from 0 to 2**64 - 1.
 
     For tensors that are sharded (DTensor, so FSDP2 and tensor parallel) all ranks of their mesh must call this with the
-    same names: it adds one number for each of them over the groups of the mesh, and all ranks return the digests of the
-    whole tensors. Otherwise it does not communicate. A device is waited for once.
+    same names in the same order: it adds one number for each of them over the groups of the mesh, and all ranks return
+    the digests of the whole tensors. Otherwise it does not communicate. A device is waited for once.
 
     Args:
         named_tensors: pairs of name and tensor, as `named_parameters()` returns, or a mapping, as `state_dict()` does.
@@ -55,7 +55,7 @@ def digests_of(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
             raise UsageError(f"{name!r} has no digest: {error}") from None
     found: dict[str, int] = {}
     for mesh, parts in shares.items():
-        total = torch.stack([parts[name] for name in sorted(parts)])
+        total = torch.stack([parts[name] for name in sorted(parts)]).to(mesh.device_type)  # from where it is offloaded
         for dim in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(dim))
         found.update(zip(sorted(parts), total.tolist(), strict=True))

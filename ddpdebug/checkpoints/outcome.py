@@ -292,13 +292,13 @@ def _change(name: str, other: str) -> tuple[str, str]:
 
 
 def _far(found: StateComparison) -> Iterator[str]:
-    """Say how far apart values are: unrelated, or all a little."""
+    """Say that values are unrelated, or that all differ a little."""
     apart = [one for one in found.differences if one.differing and not one.rounded and one.distance is not None]
     unrelated = [one for one in apart if (one.distance or 0.0) >= 1 and not one.a_is and not one.b_is]
     if unrelated:
         yield (
-            f"{_entries(len(unrelated))} {'is' if len(unrelated) == 1 else 'are'} as far apart as unrelated values: "
-            "as if one side had not been loaded, or initialised anew"
+            f"{_entries(len(unrelated))} {'differs' if len(unrelated) == 1 else 'differ'} by the norm of the values or more, "
+            "as unrelated values do: not loaded on one side, initialised anew, or moments of an optimizer at other steps"
         )
     distances = [one.distance or 0.0 for one in apart]
     if len(apart) == found.floats > 1 and not unrelated:
