@@ -33,7 +33,7 @@ CHUNK_BYTES = 4 << 20
 _PERIOD = 1 << 16
 _BITS = _PERIOD.bit_length() - 1
 #: So many times as many words are multiplied at once.
-_ROWS = CHUNK_BYTES // (8 * _PERIOD)
+_ROWS = CHUNK_BYTES // (16 * _PERIOD)
 #: Words by themselves: each needs its place, two weights and what they are made of.
 _SCATTERED = CHUNK_BYTES // 64
 
@@ -116,7 +116,9 @@ def _sum_of_run(words: Tensor, start: int) -> Tensor:
         length = rows * _PERIOD or min(_PERIOD - place, len(words) - begin)
         piece = words[begin : begin + length].view(rows or 1, -1)
         weighted = products[:length].view(piece.shape)
-        sums = torch.mul(piece, table[place : place + piece.shape[1]], out=weighted).sum(1)
+        weighted.copy_(piece)  # by itself: a product of two dtypes makes a copy in new memory
+        weighted *= table[place : place + piece.shape[1]]
+        sums = weighted.sum(1)
         number = (start + begin) >> _BITS
         total += (sums * _factors(torch.arange(number, number + len(sums), device=words.device))).sum()
         begin += length

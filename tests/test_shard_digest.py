@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpdebug import shard_digest as module
 from ddpdebug.errors import UsageError
@@ -111,6 +113,33 @@ def test_it_is_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         digest(torch.arange(200_000, dtype=torch.int16).view(2, -1)[:, 7:9], (0, 7), (2, 100_000)) == 0xD16EB1D67AE2D2D2
     )
+
+
+class Sizes(TorchDispatchMode):
+    """The bytes of what operations make, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = [0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view and out is not args[0]:
+            self.found.append(out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("turned", [False, True])
+def test_memory_is_bounded(dtype: torch.dtype, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the tensor, and whether it is one block."""
+    monkeypatch.undo()
+    module._table.cache_clear()
+    tensor = torch.zeros(3000, 1100, dtype=dtype)
+    tensor = tensor.t() if turned else tensor
+    with Sizes() as sizes:
+        shard_digest(tensor)
+    assert max(sizes.found) * 2 <= module.CHUNK_BYTES < tensor.numel() * 8
 
 
 @pytest.mark.parametrize(

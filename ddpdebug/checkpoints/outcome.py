@@ -296,9 +296,10 @@ def _far(found: StateComparison) -> Iterator[str]:
     apart = [one for one in found.differences if one.differing and not one.rounded and one.distance is not None]
     unrelated = [one for one in apart if (one.distance or 0.0) >= 1 and not one.a_is and not one.b_is]
     if unrelated:
+        verb = "differs" if len(unrelated) == 1 else "differ"
         yield (
-            f"{_entries(len(unrelated))} {'differs' if len(unrelated) == 1 else 'differ'} by the norm of the values or more, "
-            "as unrelated values do: not loaded on one side, initialised anew, or moments of an optimizer at other steps"
+            f"{_entries(len(unrelated))} {verb} by the norm of the values or more, as unrelated values do: not loaded "
+            "on one side, initialised anew, or moments of an optimizer at other steps"
         )
     distances = [one.distance or 0.0 for one in apart]
     if len(apart) == found.floats > 1 and not unrelated:
