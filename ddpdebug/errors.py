@@ -91,13 +91,14 @@ def essence(text: str) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, prefix: str = "", listed: str = "") -> str:
-    """Return the end of an error message about an unknown name: a near match, if there is one, and the valid names.
+    """Return the end of an error message about an unknown name: a near match, or the valid names if there is none.
 
     Args:
         prefix: stands before each name.
         listed: where all names are listed, a clause; then only the nearest few are named.
     """
     names = list(valid)
-    near = get_close_matches(name, names, n=4, cutoff=0.5) if listed else get_close_matches(name, names, n=1)
-    hint = f"did you mean {', '.join(prefix + each for each in near)}? " if near else ""
-    return hint + (listed or f"valid are {', '.join(prefix + each for each in names)}")
+    near = get_close_matches(name, names, *((4, 0.5) if listed and not prefix else (1,)))
+    if near:
+        return f"did you mean {', '.join(prefix + each for each in near)}?"
+    return listed or f"valid are {', '.join(prefix + each for each in names)}"

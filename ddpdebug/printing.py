@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import sys
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ _UNWRITABLE = (OSError, ValueError, AttributeError)  # ValueError: it is closed;
 def say(text: str) -> None:
     """Print on standard error; where that cannot be written nothing happens."""
     with suppress(*_UNWRITABLE):
-        write(sys.stderr, text)
+        write(sys.stderr, fresh_line(sys.stderr) + text)
 
 
 def write(stream: Any, text: str) -> None:
@@ -32,3 +33,33 @@ def write(stream: Any, text: str) -> None:
     rest = memoryview(text.encode(stream.encoding, "backslashreplace"))
     while rest:
         rest = rest[os.write(stream.fileno(), rest) :]
+
+
+def fresh_line(stream: Any) -> str:
+    """Return a newline where a stream that is no terminal stands in the middle of a line, else nothing.
+
+    tqdm ends none of its lines before its bar is full. What a file ends with can be read; of a pipe it is only known
+    that a bar of this process is open.
+    """
+    with suppress(*_UNWRITABLE):
+        if stream.isatty():
+            return ""
+        stream.flush()
+        end = _last_byte(stream.fileno())
+        if end is not None:
+            return "" if end in {b"", b"\n"} else "\n"
+        bars = getattr(getattr(sys.modules.get("tqdm.std"), "tqdm", None), "_instances", ())
+        return "\n" if len(bars) else ""
+    return ""
+
+
+def _last_byte(descriptor: int) -> bytes | None:
+    """Return the last byte of a regular file, empty where there is none; None of anything else."""
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        return None
+    reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(reading, 1, max(0, about.st_size - 1))
+    finally:
+        os.close(reading)

@@ -59,3 +59,21 @@ def test_a_stream_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     say("ours\n")
     assert stream.getvalue() == "ours\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", "ours é\n"), ("a\n", "a\nours é\n"), ("bar: 3%", "bar: 3%\nours é\n")]
+)
+def test_a_line_of_ours_begins_in_the_first_column_of_a_log(tmp_path: Path, before: str, after: str) -> None:
+    """A progress bar ends no line before it is full."""
+    assert _run(str(tmp_path / "log"), before=f"print({before!r}, end='', file=sys.stderr)") == 0
+    assert (tmp_path / "log").read_text("utf-8") == f"{after}theirs"
+
+
+def test_a_line_of_ours_begins_in_the_first_column_of_a_pipe() -> None:
+    """Of a pipe nothing can be read; a bar of tqdm that is open is known."""
+    tqdm = pytest.importorskip("tqdm").__name__
+    before = f"import {tqdm}; bar = {tqdm}.tqdm(total=3)"
+    code = _SAYS.format(stream="sys.stderr", before=before)
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert "\nours é\n" in told

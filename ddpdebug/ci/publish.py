@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ddpdebug.ci.github_gitlab import to_codequality, to_github, to_markdown
 from ddpdebug.ci.json_junit import to_json, to_junit
@@ -40,7 +40,7 @@ from ddpdebug.run_directory.reader import (
 from ddpdebug.schema.coverage import Coverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.fanout import redacted_finding
-from ddpdebug.sinks.text import clean, ignored_texts, subjects, where
+from ddpdebug.sinks.text import clean, counted, ignored_texts, subjects, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +199,18 @@ def _outcome(record: Mapping[str, Any]) -> Outcome | None:
 # --- telling --------------------------------------------------------------------------------------------------------
 
 
-def publish(verdict: Verdict, config: Config, directory: Path | None, script: str, form: str = "text") -> int:
+def publish(  # noqa: PLR0913 - what is judged, and where it goes
+    verdict: Verdict,
+    config: Config,
+    directory: Path | None,
+    script: str,
+    form: str = "text",
+    *,
+    stream: TextIO | None = None,
+) -> int:
     """Write the files that were asked for, annotate where a CI service listens, print; return the exit code.
+
+    It prints to `stream`, which is standard error where a script has printed beside it.
 
     A file that cannot be written is a verdict that somebody does not get: that is no clean one.
 
@@ -218,7 +228,7 @@ def publish(verdict: Verdict, config: Config, directory: Path | None, script: st
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         lost = [_write(Path(summary), lambda: to_markdown(verdict, run), add=True)]
         verdict = replace(verdict, notes=(*verdict.notes, *filter(None, lost)))
-    _speak(verdict, run, config)
+    _speak(verdict, run, config, stream or sys.stderr)
     return verdict.exit_code
 
 
@@ -258,7 +268,7 @@ def _root() -> str:
     return os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or str(Path.cwd())
 
 
-def _speak(verdict: Verdict, run: str | None, config: Config) -> None:
+def _speak(verdict: Verdict, run: str | None, config: Config, stream: TextIO | None) -> None:
     """Print the verdict; where nobody can read it, the exit code says it still.
 
     What stays in a stream's buffer would be written again as the interpreter ends, which would exit with 120.
@@ -270,11 +280,14 @@ def _speak(verdict: Verdict, run: str | None, config: Config) -> None:
     except (OSError, ValueError):
         sys.stdout = None  # as Python has it where there is none
     try:
-        if sys.stderr is not None:
-            _print(verdict, run, config)
-            sys.stderr.flush()
+        if stream is not None:
+            _print(verdict, run, config, stream)
+            stream.flush()
     except (OSError, ValueError):
-        sys.stderr = None
+        if stream is sys.stdout:
+            sys.stdout = None
+        else:
+            sys.stderr = None
 
 
 def _redacted(verdict: Verdict, redactor: Redactor) -> Verdict:
@@ -303,17 +316,17 @@ def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> 
     return ""
 
 
-def _print(verdict: Verdict, run: str | None, config: Config) -> None:  # noqa: C901 - a line or more for each part
+def _print(verdict: Verdict, run: str | None, config: Config, stream: TextIO) -> None:  # noqa: C901 - a line or more for each part
     from rich.console import Console  # noqa: PLC0415 - not before it is needed
     from rich.text import Text  # noqa: PLC0415
 
-    width = None if sys.stderr.isatty() else max(200, shutil.get_terminal_size().columns)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
+    width = None if stream.isatty() else max(200, shutil.get_terminal_size().columns)
+    console = Console(file=stream, highlight=False, soft_wrap=True, width=width)
     style = "bold green" if verdict.exit_code == 0 else "bold red"
     if verdict.word is Word.UNCHECKED and verdict.exit_code == 0:
         style = "bold yellow"
     line = Text.assemble(("ddpdebug: verdict: ", "bold"), (verdict.title, style))
-    counts = f"{len(verdict.failing)} findings at {config.fail_on} or above, {len(verdict.others)} below"
+    counts = f"{counted(len(verdict.failing), 'finding')} at {config.fail_on} or above, {len(verdict.others)} below it"
     console.print(line.append(f" (exit {verdict.exit_code}) · {counts}"))
     for finding in verdict.failing:
         place = [part for part in (where(finding), ", ".join(subjects(finding))) if part]

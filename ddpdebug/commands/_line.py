@@ -64,6 +64,9 @@ def carry_out(words: Sequence[str]) -> int | Plan:
         return action()
     except UsageError as error:
         return _fail(error)
+    except KeyboardInterrupt:
+        say("ddpdebug: interrupted\n")
+        return 130
 
 
 def _parse(words: list[str]) -> Action | int | None:
@@ -78,7 +81,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     shown = [p for p in command.params if not getattr(p, "hidden", False)] if command else []
     names = [name.removeprefix("--") for p in shown for name in p.opts if name.startswith("--")]
     name = error.option_name.lstrip("-")
-    return f"unknown option {error.option_name}; {did_you_mean(name, names, prefix='--')}"
+    return f"unknown option {error.option_name}; {did_you_mean(name, names, prefix='--', listed='--help lists all')}"
 
 
 def _fail(error: Exception, status: int = UsageError.exit_code) -> int:

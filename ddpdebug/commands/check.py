@@ -11,15 +11,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
-from ddpdebug.ci.publish import Witness, judge_directory, publish, reported
+from ddpdebug.ci.publish import Witness, findings_of, judge_directory, publish, reported
+from ddpdebug.ci.verdict import Outcome, Verdict, judge
 from ddpdebug.clock import time, utc_now
 from ddpdebug.commands._rank import CHECK, Plan, planned
 from ddpdebug.commands._target import target_command
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
+from ddpdebug.printing import say
 from ddpdebug.processes import stacks
-from ddpdebug.processes.launch import OVER, RUN_ID, Request, rank_words, ranks_environment, torchrun_words
+from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.progress.asked import Asking
 from ddpdebug.progress.boxes import MAX_RANKS
@@ -35,6 +37,7 @@ from ddpdebug.run_directory.reader import (
 )
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.hangs import Standing, is_hang
+from ddpdebug.sinks.text import findings_text
 
 _TEXT = """Run a training script like `ddpdebug run`, print a verdict and exit with it.
 
@@ -58,17 +61,30 @@ def _act(request: Request) -> int | Plan:
 
 def _from_outside(request: Request) -> int:
     config, run_id = request.config, secrets.token_hex(3)
+    if (error := request.target.syntax_error()) is not None:  # before any rank is started
+        print(error, end="", file=sys.stderr)
+        failed = Outcome(rank=0, reason=f"exception: {error.splitlines()[-1]}", exit_code=1)
+        return publish(judge((), {0: failed}, world=1), config, None, request.target.name)
     directory = _directory(config, run_id)
-    if config.self_test:
-        verdict = prove_detectors(request, directory, run_ranks)
-    elif config.record is not None:
-        verdict = record_path(request, directory, run_ranks)
-    elif config.golden is not None:
-        verdict = follow_path(request, directory, run_ranks)
-    else:
-        witness = run_ranks(request, directory, run_id)
-        verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+    try:
+        verdict = _verdict(request, directory, run_id)
+    except KeyboardInterrupt:
+        found = findings_text(findings_of(directory, run_id))
+        say(f"ddpdebug: interrupted · {found} · {directory}\n")
+        return 130
     return publish(verdict, config, directory, request.target.name)
+
+
+def _verdict(request: Request, directory: Path, run_id: str) -> Verdict:
+    config = request.config
+    if config.self_test:
+        return prove_detectors(request, directory, run_ranks)
+    if config.record is not None:
+        return record_path(request, directory, run_ranks)
+    if config.golden is not None:
+        return follow_path(request, directory, run_ranks)
+    witness = run_ranks(request, directory, run_id)
+    return judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
 
 
 def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[str, str] | None = None) -> Witness:
@@ -82,13 +98,11 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
         if config.nproc_per_node is None:
             command = [sys.executable, "-m", "ddpdebug", *words]
         else:
-            command = torchrun_words(world, words, ("ddpdebug.processes.torchrun", str(failures)))
+            command = torchrun_words(world, words, failures)
         watch = HangWatch(directory, run_id)
 
         def late() -> None:
             found.update(_asked(directory, world) if watch.stands else stacks.collect(*_who(folder, world)))
-            with contextlib.suppress(OSError):
-                failures.with_name(OVER).touch()
 
         status = supervise(
             command,

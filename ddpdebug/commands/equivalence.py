@@ -18,7 +18,7 @@ from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
 from ddpdebug.commands._target import load_factory, split_factory
 from ddpdebug.errors import UsageError, essence
 from ddpdebug.printing import say
-from ddpdebug.processes.launch import OVER, RUN_ID, ranks_environment, torchrun_words
+from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, parts
@@ -59,9 +59,9 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         results.mkdir()
         words = ["equivalence", options["factory"], "--result", str(results)]
         words += ["--steps", str(options["steps"]), "--device", options["device"]]
-        command = torchrun_words(world, words, ("ddpdebug.processes.torchrun", str(failures)))
+        command = torchrun_words(world, words, failures)
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
-        status = supervise(command, environ, options["timeout"], RUN_ID, late=failures.with_name(OVER).touch)
+        status = supervise(command, environ, options["timeout"], RUN_ID)
         told = {rank: _read(results / f"{rank}.json") for rank in range(world)}
         statuses = {int(rank): int(code) for rank, code in _read(failures).items()} if status else {}
     usage = next((fact["usage"] for fact in told.values() if "usage" in fact), None)

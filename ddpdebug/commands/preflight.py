@@ -70,6 +70,9 @@ command = TargetCommand(
 
 
 def _from_script(request: Request, groups: Sequence[str] | None, settings: Mapping[str, Any]) -> int:
+    if not request.in_rank and (error := request.target.syntax_error()) is not None:
+        print(error, end="", file=sys.stderr)
+        return _FAILED
     if request.config.nproc_per_node is not None and not request.in_rank:
         _become_launcher(request, groups, settings)
     if not request.in_rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 
 import click
 
@@ -21,10 +20,8 @@ torch's own launcher. Options come before the script; everything after it belong
 def _act(request: Request, *, as_check: bool) -> int | Plan:
     if request.config.nproc_per_node is None or request.in_rank:
         return planned(request, AS_CHECK if as_check else RUN)
-    try:
-        request.target.check_syntax()
-    except SyntaxError as error:  # before any rank is started
-        print("".join(traceback.format_exception(error.with_traceback(None))), end="", file=sys.stderr)
+    if (error := request.target.syntax_error()) is not None:  # before any rank is started
+        print(error, end="", file=sys.stderr)
         return 1
     return launcher(torchrun_words(request.config.nproc_per_node, rank_words(request)), ranks_environment())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _act(directory: Path, config: Config, form: str) -> int:
         if not (directory / RANKS).exists():
             raise UsageError(str(error)) from None
         verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
-    return publish(verdict, config, directory, _script(directory), form)
+    return publish(verdict, config, directory, _script(directory), form, stream=sys.stdout)
 
 
 def _script(directory: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,6 +279,9 @@ class Config:
         commands=("check",),
     )
 
+    #: Somebody has asked for metrics, so that their address is worth a line; no setting.
+    shows_metrics: bool = False
+
     @classmethod
     def load(
         cls,
@@ -325,7 +328,13 @@ class Config:
         alone = {"metrics_tls_key", "metrics_client_ca"} & values.keys()
         if alone and values.get("metrics_tls_cert") is None:
             raise UsageError(f"{min(alone)} needs a certificate; give metrics_tls_cert too")
-        return cls(**values)
+        shows = any(name.startswith("metrics") or name == "sd_dir" for name in values)
+        return cls(**values, shows_metrics=shows)
+
+
+def settings() -> list[Field[Any]]:
+    """Return the fields of `Config` that are settings."""
+    return [entry for entry in fields(Config) if "kind" in entry.metadata]
 
 
 def run_directory(run_id: str, now: datetime) -> Path:
@@ -336,7 +345,7 @@ def run_directory(run_id: str, now: datetime) -> Path:
 def options(command: str | None = None) -> list[Option]:
     """Return all settings, or those of one command, in the order of their fields."""
     result = []
-    for entry in fields(Config):
+    for entry in settings():
         about = entry.metadata
         if command is None or command in about["commands"]:
             kind = about["kind"]
@@ -363,7 +372,7 @@ def to_flags(given: Mapping[str, Any], command: str) -> list[str]:
 
 def _parsed(name: str, value: Any, source: str, base: Path, *, shown: str) -> Any:
     entry = Config.__dataclass_fields__.get(name)
-    if entry is None:
+    if entry is None or "kind" not in entry.metadata:
         where = source if source != shown else ""
         place = f" ({where})" if where else ""
         raise UsageError(f"unknown option {shown}{place}; {_near(shown)}")

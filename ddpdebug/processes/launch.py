@@ -14,8 +14,6 @@ from ddpdebug.config.settings import Config, to_flags
 from ddpdebug.processes.script import Target
 
 RUN_ID = "DDPDEBUG_RUN_ID"
-#: A file that says to our launcher that we end it ourselves.
-OVER = "over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +37,15 @@ def rank_words(request: Request, *, out: Path | None = None, as_check: bool = Fa
     return ["run", *mark, *to_flags(given, "run"), *request.target.command]
 
 
-def torchrun_words(ranks: int, words: Sequence[str], launcher: Sequence[str] = ("torch.distributed.run",)) -> list[str]:
-    """Return the command that starts `ranks` times `python -m ddpdebug <words>` through torch's launcher."""
-    options = ["--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, "-m", *launcher, *options, "-m", "ddpdebug", *words]
+def torchrun_words(ranks: int, words: Sequence[str], statuses: Path | None = None) -> list[str]:
+    """Return the command that starts `ranks` times `python -m ddpdebug <words>` through torch's launcher.
+
+    Args:
+        statuses: the file for the exit statuses of the ranks.
+    """
+    options = [] if statuses is None else ["--statuses", str(statuses)]
+    options += ["--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, "-m", "ddpdebug.processes.torchrun", *options, "-m", "ddpdebug", *words]
 
 
 def ranks_environment(run_id: str | None = None) -> dict[str, str]:

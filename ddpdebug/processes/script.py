@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _Module = type(sys)
+#: The file of the wrappers that stand in the place of built-in functions.
+_WRAPPERS = __file__.replace(os.path.join("processes", "script.py"), os.path.join("probes", "importlib_bootstrap.py"))  # noqa: PTH118
 
 
 class Target:
@@ -57,17 +59,23 @@ class Target:
         elif os.path.isdir(self.name) and not _holds_main(self.name):  # noqa: PTH112
             raise TargetError(f"{self.name!r} is a directory without __main__.py; give a script, or -m package", 1)
 
-    def check_syntax(self) -> None:
-        """Raise the SyntaxError that a script would raise; of other kinds of files nothing is known beforehand."""
+    def syntax_error(self) -> str | None:
+        """Return the SyntaxError that a script would raise, as Python prints it; None where nothing is known of one."""
         if self.module or not os.path.isfile(self.name) or _importer(self.name) is not None:  # noqa: PTH113
-            return
+            return None
         path, source = _read(self.name)
-        if not _is_compiled(path, source):
-            import warnings  # noqa: PLC0415 - not in the process that becomes the script
+        if _is_compiled(path, source):
+            return None
+        import traceback  # noqa: PLC0415 - not in the process that becomes the script
+        import warnings  # noqa: PLC0415
 
+        try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the script gives them itself
                 compile(source, path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            return "".join(traceback.format_exception(error.with_traceback(None)))
+        return None
 
 
 def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None:
@@ -93,7 +101,11 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "interrupted" if interrupted else f"exception: {type(error).__name__}: {error}"
             exit_code = 130 if interrupted else 1
-            _hide_our_frames(error)
+            if interrupted and monitor is not None and os.getpid() == process:
+                ending, monitor = monitor, None  # what was found is printed below the traceback
+                _hide_our_frames(error, lambda: ending.close(reason, exit_code))
+            else:
+                _hide_our_frames(error)
             raise
     finally:
         if monitor is not None and os.getpid() == process:  # a fork that comes home is not the rank
@@ -258,8 +270,8 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-def _hide_our_frames(error: BaseException) -> None:
-    """Let the interpreter report `error` as if the script were its outermost frame."""
+def _hide_our_frames(error: BaseException, then: Callable[[], None] = lambda: None) -> None:
+    """Let the interpreter report `error` as if the script were its outermost frame, and call `then` after that."""
     report = sys.excepthook
 
     def without_us(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -268,13 +280,16 @@ def _hide_our_frames(error: BaseException) -> None:
             trace = _users_part(trace)
             value = value.with_traceback(trace)
             sys.last_traceback = trace
-        report(kind, value, trace)
+        try:
+            report(kind, value, trace)
+        finally:
+            then()
 
     sys.excepthook = without_us
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from below the frames of this module on."""
+    """Return the traceback from below the frames of this module on, without those of our wrappers in it."""
     rest, ours = trace, None
     while rest is not None:
         if rest.tb_frame.f_code.co_filename == _users_part.__code__.co_filename:
@@ -283,4 +298,10 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     below = trace if ours is None else ours.tb_next
     while below is not None and below.tb_frame.f_code.co_filename.startswith("<frozen importlib"):
         below = below.tb_next
+    above = below
+    while above is not None and above.tb_next is not None:
+        if above.tb_next.tb_frame.f_code.co_filename == _WRAPPERS:
+            above.tb_next = above.tb_next.tb_next
+        else:
+            above = above.tb_next
     return below

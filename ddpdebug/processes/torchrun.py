@@ -1,9 +1,9 @@
-"""torchrun, with the exit statuses of the ranks written to a file.
+"""torchrun for the ranks that ddpdebug starts: where it is told to end, it does so without a traceback of its own.
 
-`python -m ddpdebug.processes.torchrun FILE <torchrun's arguments>`.
+`python -m ddpdebug.processes.torchrun [--statuses FILE] <torchrun's arguments>`.
 
-The launcher's exit status is 1 whatever happened; a check must know whether a rank failed or was killed. A launcher
-that the check itself ends, which it says by a file `OVER` beside FILE, prints no traceback: the verdict says why.
+The launcher's exit status is 1 whatever happened; a check must know whether a rank failed or was killed, and finds the
+exit statuses of the ranks in FILE.
 """
 
 from __future__ import annotations
@@ -12,24 +12,31 @@ import json
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
-
-from ddpdebug.processes.launch import OVER
+#: The option that names the file of the exit statuses.
+STATUSES = "--statuses"
 
 
 def main(argv: list[str]) -> int:
-    """Run the launcher; write `{rank: exit status}` of the ranks that failed first to the file named by `argv[0]`."""
+    """Run the launcher; write `{rank: exit status}` of the ranks that failed first to the file that `argv` names."""
+    statuses = Path(argv[1]) if argv[:1] == [STATUSES] else None
     try:
-        run(parse_args(argv[1:]))
-    except ChildFailedError as error:
-        statuses = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
-        Path(argv[0]).write_text(json.dumps(statuses), encoding="utf-8")
+        from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - takes seconds, in which
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415 - people
+        from torch.distributed.run import parse_args, run  # noqa: PLC0415 - press Ctrl-C
+    except KeyboardInterrupt:
         return 1
-    except SignalException:
-        if not Path(argv[0]).with_name(OVER).exists():
+    try:
+        if statuses is None:
+            record(run)(parse_args(argv))
+        else:
+            run(parse_args(argv[2:]))
+    except ChildFailedError as error:
+        if statuses is None:
             raise
+        codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
+        statuses.write_text(json.dumps(codes), encoding="utf-8")
+        return 1
+    except (SignalException, KeyboardInterrupt):
         return 1
     return 0
 

@@ -16,12 +16,12 @@ import sys
 import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from ddpdebug.clock import time
 from ddpdebug.errors import essence
-from ddpdebug.printing import write
+from ddpdebug.printing import fresh_line, write
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -45,12 +45,16 @@ from ddpdebug.sinks.text import (
     HANG,
     SEPARATOR,
     Part,
+    bits_text,
+    brief,
     clean,
     counted,
+    element_text,
     evidence_lines,
+    findings_text,
+    first_cause,
     ignored_texts,
     number,
-    parts,
     percent,
     ranks_text,
     where,
@@ -77,6 +81,8 @@ _BADGE = {
     Severity.CRITICAL: "1;37;41",
 }
 _INDENT = 12
+#: Lines of a finding's block, its title among them.
+_MAX_LINES = 8
 _LINE = {"what": _BOLD, "perhaps": _DIM, "where": _CYAN}
 _ASCII = str.maketrans({"·": "-", "…": "~"})
 
@@ -145,12 +151,13 @@ class Terminal:
         self._world = record.world
         self._summary.ignored.update({entry: set() for entry in record.config.get("ignore") or ()})
         self._directory = clean(record.directory) if record.directory is not None else ""
-        items = [f"watching {counted(record.world, 'rank')}", self._directory, clean(record.metrics_url or "")]
-        lines = [SEPARATOR.join(filter(None, items))]
-        if record.metrics_url is not None:
-            lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
+        place = self._directory
         if hub := record.config.get("hub"):
-            lines.insert(0, f"{clean(str(hub)).rstrip('/')}/runs/{run_key(record.time, record.run_id)}")
+            place = f"{clean(str(hub)).rstrip('/')}/runs/{run_key(record.time, record.run_id)}"
+        lines = [SEPARATOR.join(filter(None, [f"watching {counted(record.world, 'rank')}", place]))]
+        if record.metrics_url is not None and record.config.get("shows_metrics"):
+            lines[0] += f"{SEPARATOR}{clean(record.metrics_url)}"
+            lines.append(f"for prometheus.yml: {clean(scrape_snippet(record))}")
         self._print("".join(f"ddpdebug: {line}\n" for line in lines))
 
     def _trouble(self, record: Trouble) -> None:
@@ -184,11 +191,11 @@ class Terminal:
             if finding.code.startswith("RANK") and finding.severity > Severity.INFO:
                 unsaid, self._unsaid = self._unsaid, []
                 for one in unsaid:
-                    self._print(self._block(one, clean(one.title, 200), parts(one, self._world)))
+                    self._print(self._block(one))
             if len(self._findings) <= _MAX_BLOCKS:
-                self._print(self._block(finding, clean(finding.title, 200), parts(finding, self._world)))
+                self._print(self._block(finding))
             elif len(self._findings) == _MAX_BLOCKS + 1:
-                self._print(f"ddpdebug: {_MAX_BLOCKS} findings shown, further ones are only in the run directory\n")
+                self._print(f"ddpdebug: {_MAX_BLOCKS} findings shown, the others are in the run directory only\n")
             return
         added = {name: value for name, value in finding.evidence.items() if name not in known.evidence}
         if ENDED in added and _other_speaker(finding, self._speaks) is None:
@@ -198,13 +205,15 @@ class Terminal:
         if added.keys() & _LOCATED and len(self._findings) <= _MAX_BLOCKS:
             added.pop("consequences", None)
             place = "" if finding.step is None else f" of step {finding.step}"
-            self._print(self._block(finding, f"more about the finding{place}", [("evidence", evidence_lines(added))]))
+            text = element_text(finding.evidence) or SEPARATOR.join(evidence_lines(added))
+            then = f"; {first_cause(finding)}" if bits_text(finding.evidence) else ""
+            self._print(f"ddpdebug: {clean(finding.code, 20)}{place}: {text}{then}\n")
 
     def _end(self, record: RunEnded) -> None:
         self._summary.end(record.steps)
         items = self._summary.items(self._world)
         if self._findings or self._summary.checked(self._world):
-            items.insert(0, _findings_text(self._findings.values()))
+            items.insert(0, findings_text(self._findings.values()))
         if record.reason != "finished":
             items.insert(0, clean(essence(record.reason), 200))
         if self._findings and self._directory:
@@ -216,7 +225,8 @@ class Terminal:
         self._print(f"{text}{_RESTORE_TITLE if self._has_title else ''}")
         self._has_title = False
 
-    def _block(self, finding: Finding, title: str, content: list[Part]) -> str:
+    def _block(self, finding: Finding) -> str:
+        title, content = clean(finding.title, 200), brief(finding, self._world)
         if self._tty:
             return _styled_block(finding, title, content, width=self._width(), color=self._color)
         lines = [f"ddpdebug: {finding.severity.label} {clean(finding.code, 20)}: {title}"]
@@ -235,14 +245,14 @@ class Terminal:
         row = min(record.step.rows.items())[1]
         known = not math.isnan(row.loss) or row.has(Flag.LOSS_NONFINITE)
         loss = f"loss {number(row.loss)}" if known else ""
-        items = [f"step {record.step.step}", loss, _findings_text(self._findings.values())]
+        items = [f"step {record.step.step}", loss, findings_text(self._findings.values())]
         text = f"ddpdebug: {SEPARATOR.join(filter(None, items))}"[:_MAX_WIDTH]
         self._put(f"{'' if self._has_title else _SAVE_TITLE}{_TITLE.format(text)}")
         self._has_title = True
 
     def _print(self, text: str) -> None:
         if text:
-            self._put(f"{_CLEAR_LINE if self._tty else ''}{text}")
+            self._put(f"{_CLEAR_LINE if self._tty else fresh_line(self._stream)}{text}")
 
     def _put(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -268,8 +278,8 @@ def _other_speaker(finding: Finding, own: int) -> int | None:
 
 #: The overhead from which on it is explained.
 _HIGH_OVERHEAD = 0.05
-#: An overhead of a run that is shorter than so many seconds is said in seconds.
-_FEW_SECONDS = 10.0
+#: The overhead of a run whose steps took fewer seconds than this is printed in seconds.
+_SHORT_RUN = 60.0
 #: Where it was higher than lately by this factor, as while every step is checked at first, both are said.
 _LESS = 1.2
 
@@ -286,7 +296,7 @@ class Summary:
         self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
         self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
         self.overhead = self.lately = self.seconds = math.nan
-        self.interval, self.sampled = 1, False
+        self.interval = 1
         self.last: dict[int, int] = {}  # optimizer -> newest step
         self.last_states: set[tuple[int, int]] = set()  # (optimizer, step) that was compared once more afterwards
         self.coverage: Coverage | None = None
@@ -316,7 +326,6 @@ class Summary:
         self.overhead, self.lately = record.overhead_of_run, record.overhead_ratio
         self.seconds = record.overhead_seconds
         self.interval = record.interval
-        self.sampled |= record.interval > 1
 
     def end(self, steps: Mapping[int, int]) -> None:
         """Take how many steps this rank has taken: the last ones may have had no rows."""
@@ -350,15 +359,13 @@ class Summary:
             return unchecked or ["no optimizer step was seen, so nothing was checked"]
         items = [counted(total, "step"), *self._agreement(world, total, said=bool(gaps))]
         items += unchecked
-        if self.overhead > _HIGH_OVERHEAD and self.seconds < _FEW_SECONDS:  # a share of a short run says nothing
+        if self.seconds < _SHORT_RUN * self.overhead:  # a share of a short run says nothing
             items.append(f"overhead {self.seconds:.1f} s")
         elif math.isfinite(self.overhead):
             less = self.interval > 1 and self.lately < self.overhead / _LESS and self.overhead > _HIGH_OVERHEAD
             items.append(f"overhead {percent(self.overhead)}" + (f", {percent(self.lately)} lately" if less else ""))
         if self.interval > 1:
             items.append(f"full check every {self.interval} steps")
-        elif self.overhead > _HIGH_OVERHEAD and not self.sampled:
-            items.append("every step was checked (short ones are at first)")
         return items
 
     def _agreement(self, world: int, total: int, *, said: bool) -> list[str]:
@@ -368,7 +375,8 @@ class Summary:
         elif not (self.compared or self.disagreed):
             items += [] if said else ["nothing was compared between the ranks"]
         elif self.disagreed:
-            items.append(f"the ranks disagreed in {self.disagreed} of {counted(total, 'step')}")
+            compared = max(self.compared, self.disagreed)
+            items.append(f"the ranks disagreed in {self.disagreed} of the {compared} that were compared")
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
         if self.local:
@@ -376,18 +384,6 @@ class Summary:
         elif world > 1 and self.compared and not self.last.items() <= self.last_states:
             items.append("the last step's parameters were not compared")
         return items
-
-
-def _findings_text(findings: Collection[Finding]) -> str:
-    if not findings:
-        return "no findings"
-    texts = []
-    for severity in sorted(Severity, reverse=True):
-        codes = Counter(clean(finding.code, 20) for finding in findings if finding.severity is severity)
-        names = [code if count == 1 else f"{code} x{count}" for code, count in codes.items()]
-        if names:
-            texts.append(f"{sum(codes.values())} {severity.label} ({', '.join(names)})")
-    return ", ".join(texts)
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -409,12 +405,17 @@ def _styled_block(finding: Finding, title: str, content: list[Part], *, width: i
     code = clean(finding.code, 20)
     badge = styled(f" {code} ", _BADGE[finding.severity]) if color else code
     found = [f"{badge}{styled(f' {finding.severity.label}  {title}', _BOLD)}  {styled('ddpdebug', _DIM)}"]
-    for label, lines in content:
-        for i, line in enumerate(lines):
-            codes = _COMMAND if line.startswith("ddpdebug explain ") else _LINE.get(label, "")
-            for j, part in enumerate(_wrapped(line, width - _INDENT)):
-                margin = f"  {label if i == j == 0 else ''}".ljust(_INDENT)
-                found.append(styled(margin, _DIM) + styled(part, codes))
+    rows = [(label, line) for label, lines in content for line in lines]
+    wrapped = [_wrapped(line, width - _INDENT) for _, line in rows]
+    while sum(map(len, wrapped)) >= _MAX_LINES and (longest := max(wrapped, key=len))[1:]:
+        longest[-2:] = [f"{longest[-2]} …"]
+    before = ""
+    for (label, line), lines in zip(rows, wrapped, strict=True):
+        codes = _COMMAND if line.startswith("ddpdebug explain ") else _LINE.get(label, "")
+        for j, part in enumerate(lines):
+            margin = f"  {label if label != before and j == 0 else ''}".ljust(_INDENT)
+            found.append(styled(margin, _DIM) + styled(part, codes))
+        before = label
     return "".join(f"{line}\n" for line in found)
 
 

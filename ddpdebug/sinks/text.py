@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ddpdebug.errors import essence
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.progress import ranks_in
 
@@ -27,6 +29,20 @@ _MAX_HOSTS = 3
 _MAX_SPANS = 16
 
 _MAX_TENSORS = 4
+#: What a terminal shows of a finding below its title, and of its evidence.
+_MAX_LINES, _MAX_FIGURES, _MAX_LISTED = 7, 2, 4
+#: Evidence that is lists of ranks, and that is positions and sizes of tensors.
+_OF_RANKS = frozenset({"changed_on", "not_at_its_end", "ranks", "fed_alike"})
+_OF_INDEX = frozenset({"index", "shape", "prediction", "target", "averaged_over"})
+#: Tables by something else than the rank, although their keys are numbers.
+_OF_DEPTH = frozenset({"std_by_depth", "std_between_inputs"})
+#: What says nothing at a glance: digests, how much was looked at, and what has followed.
+_LONG = frozenset(
+    {"digests", "samples", "consequences", "stacks", "loader", "parameters", "also_differing", "optimizer", "wrapper"}
+)
+_DIGEST = re.compile(r"\b[0-9a-f]{8}(?:[0-9a-f]{8})?\b")
+#: The phase, or the evidence, that a cause is the likeliest in; it is first there.
+_UNTAGGED = re.compile(r"^`[\w -]+`: ")
 #: Evidence that is the text of an error: on a line of its own, as people search for it.
 _ERRORS, _MAX_ERROR = ("error", "their_error"), 400
 _MAX_PATH = 4096
@@ -123,7 +139,8 @@ def where(finding: Finding, world: int | None = None) -> str:
 
 def subjects(finding: Finding) -> list[str]:
     """Return the first subjects, and how many more there are."""
-    names = [clean(name, _MAX_NAME) for name in finding.subject[:_MAX_SUBJECTS]]
+    shown = [clean(name, _MAX_NAME) for name in finding.subject[:_MAX_SUBJECTS]]
+    names = [f"module `{name}`" if name.isdecimal() else name for name in shown]
     more = len(finding.subject) - len(names)
     return [*names, f"and {more} more"] if more else names
 
@@ -141,15 +158,15 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     if (sides := evidence.get(UNDECIDED)) and _are_ranks(sides):
         short.append(" against ".join(map(ranks_text, sides)))
     for key, value in list(shown.items())[:_MAX_EVIDENCE]:
-        label = clean(key, 60).replace("_", " ")
+        label = _label(key)
         if key in _ERRORS and isinstance(value, str):
             long.append(f"{label}: {clean(value, _MAX_ERROR)}")
-        elif _is_by_rank(value):
+        elif _is_by_rank(value) and key not in _OF_DEPTH:
             long.append(f"{label}: {_by_rank(value)}")
         elif isinstance(value, list) and any(map(_is_tensor, value)):
             long += [f"{label}: {_value(item)}" for item in value[:_MAX_TENSORS]]
         else:
-            short.append(f"{label} {_value(value)}")
+            short.append(f"{label} {_figure(key, value)}")
     more = len(shown) - _MAX_EVIDENCE
     tail = [f"and {more} more in the run directory"] if more > 0 else []
     return ([SEPARATOR.join(short)] if short else []) + long + tail
@@ -248,6 +265,99 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
     return [(label, lines) for label, lines in found if any(lines)]
 
 
+def brief(finding: Finding, world: int | None = None) -> list[Part]:
+    """Return what a terminal shows of a finding, seven lines at most; `parts` and `ddpdebug explain` have the rest."""
+    whole = dict(parts(finding, world))
+    upon = whole.get("next", [])
+    next_ = [*upon[:1], *upon[-1:]] if len(upon) > 2 and BUNDLE not in finding.evidence else upon
+    found: list[Part] = [("where", [where(finding, world)]), ("what", [", ".join(whole.get("what", []))])]
+    left = _MAX_LINES - sum(bool(lines[0]) for _, lines in found) - len(next_)
+    if HANG in finding.evidence:
+        for label, lines in hang_parts(finding.evidence):
+            if label in {"missing", "calls", "waits"} and left > 0:
+                found.append((label, lines[:left]))
+                left -= len(lines[:left])
+    elif figures := _figures(finding, world):
+        found.append(("evidence", [SEPARATOR.join(figures)]))
+        left -= 1
+    if "perhaps" in whole and left > 0:
+        found.append(("perhaps", [first_cause(finding)]))
+    return [(label, lines) for label, lines in [*found, ("next", next_)] if any(lines)]
+
+
+def first_cause(finding: Finding) -> str:
+    """Return the likeliest cause, without the phase that it is the likeliest in."""
+    return clean(_UNTAGGED.sub("", finding.causes[0]), 400) if finding.causes else ""
+
+
+def _figures(finding: Finding, world: int | None) -> list[str]:
+    """Return the one or two that say most: the text of an error, the element that differs, what differs by rank."""
+    evidence = finding.evidence
+    if (element := element_text(evidence)) is not None:
+        return [element]
+    sides, found = evidence.get(UNDECIDED), list[str]()
+    if sides and _are_ranks(sides) and (world or 0) > 2:
+        found.append(" against ".join(map(ranks_text, sides)))
+    errors = [clean(essence(str(evidence[key])), _MAX_LINE) for key in _ERRORS if evidence.get(key)]
+    plain = {
+        key: value
+        for key, value in evidence.items()
+        if key not in _APART | _LONG | _OF_DEPTH and key not in _ERRORS and value not in (None, "", finding.phase)
+    }
+    observed = plain.pop("observed", None)
+    told = [clean(observed, _MAX_LINE)] if isinstance(observed, str) else []
+    simple = (_simple(key, value) for key, value in plain.items())
+    return [*errors, *told, *found, *filter(None, simple)][:_MAX_FIGURES]
+
+
+def _simple(key: str, value: Any) -> str:
+    """Return a figure that is read at a glance; empty where the value is a list of tables, or digests."""
+    label = _label(key)
+    if _is_by_rank(value):
+        first = {rank: _first_two(one) if isinstance(one, Mapping) else one for rank, one in value.items()}
+        text = "" if any(isinstance(one, list) for one in first.values()) else _by_rank(first)
+        return "" if _DIGEST.search(text) else f"{label}: {text}" * bool(text)
+    if isinstance(value, Mapping):
+        inner = next((one for one in value.values() if isinstance(one, Mapping)), value)
+        return _value(_first_two(inner))
+    if isinstance(value, list | tuple):
+        plain = all(isinstance(item, str | int | float) for item in value)
+        return f"{label} {_figure(key, value)}" if plain and 0 < len(value) <= _MAX_LISTED else ""
+    return f"{label} {_figure(key, value)}"
+
+
+def _first_two(table: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict([(key, one) for key, one in table.items() if isinstance(one, int | float | str)][:2])
+
+
+def _figure(key: str, value: Any) -> str:
+    if key in _OF_RANKS and isinstance(value, list | tuple) and all(type(rank) is int for rank in value):
+        return ranks_text(value)
+    return f"[{_value(value)}]" if key in _OF_INDEX and isinstance(value, list | tuple) else _value(value)
+
+
+def element_text(evidence: Mapping[str, Any]) -> str | None:
+    """Return the first element that differs, its values, and the bits by which these differ; None if it is not known.
+
+    `0.weight[3, 4]: rank 0 = 0.0131, rank 2 = 858.7 after step 61 (bit 27 of float32 is flipped)`.
+    """
+    values, index = evidence.get("values"), evidence.get("index")
+    if not isinstance(values, Mapping) or not _is_by_rank(values) or not isinstance(index, list):
+        return None
+    name, at = clean(evidence.get("element_of", "element"), _MAX_NAME), evidence.get("values_at_step")
+    text = f"{name}[{_value(index)}]: {_by_rank(values)}" + (f" after step {at}" if isinstance(at, int) else "")
+    return f"{text} ({bits})" if (bits := bits_text(evidence)) else text
+
+
+def bits_text(evidence: Mapping[str, Any]) -> str:
+    """Return `bit 27 of float32 is flipped`; empty where values do not differ by single bits."""
+    bits = evidence.get("flipped_bits")
+    if not isinstance(bits, list) or not bits:
+        return ""
+    kind, one = clean(evidence.get("dtype", "the element"), 30), len(bits) == 1
+    return f"bit{'' if one else 's'} {_value(bits)} of {kind} {'is' if one else 'are'} flipped"
+
+
 def tensor_text(value: Mapping[str, Any], separator: str = ", ") -> str:
     """Return what a tensor held on one line: `float32 [3, 4], 0 to 2.5, 7 zeros`; its name in front if it has one."""
     kind = clean(value.get("dtype", "tensor"), 30)
@@ -262,6 +372,19 @@ def tensor_text(value: Mapping[str, Any], separator: str = ", ") -> str:
     ]
     name = f"{clean(value['name'], 60)} = " if value.get("name") else ""
     return name + separator.join(parts)
+
+
+def findings_text(findings: Collection[Finding]) -> str:
+    """Return `1 critical (RANK101), 2 warning (SYNC207 x2)`, the gravest first."""
+    if not findings:
+        return "no findings"
+    texts = []
+    for severity in sorted(Severity, reverse=True):
+        codes = Counter(clean(finding.code, 20) for finding in findings if finding.severity is severity)
+        names = [code if count == 1 else f"{code} x{count}" for code, count in codes.items()]
+        if names:
+            texts.append(f"{sum(codes.values())} {severity.label} ({', '.join(names)})")
+    return ", ".join(texts)
 
 
 def counted(count: int, noun: str) -> str:
@@ -309,7 +432,9 @@ def _value(value: Any, digits: int = 4) -> str:
     if isinstance(value, Mapping):
         return _mapping(value, digits)
     if isinstance(value, Sequence):
-        return _items([_value(item, digits) for item in value], "[]")
+        return _items(
+            [f"({_value(item, digits)})" if isinstance(item, list | tuple) else _value(item, digits) for item in value]
+        )
     return clean(value, _MAX_VALUE)
 
 
@@ -318,12 +443,17 @@ def _mapping(value: Mapping[Any, Any], digits: int) -> str:
         return tensor_text(value)
     if "value" in value and value.keys() <= {"name", "value"}:
         return f"{clean(value.get('name', 'the number'), 60)} {_value(value['value'], digits)}"
-    return _items([f"{clean(key, 60)}={_value(item, digits)}" for key, item in value.items()], "{}")
+    texts = {_label(key): _value(item, digits) for key, item in value.items()}
+    inner = {_label(key) for key, item in value.items() if isinstance(item, Mapping)}
+    return _items([f"{key} ({text})" if key in inner else f"{key} {text}" for key, text in texts.items()])
 
 
-def _items(texts: list[str], brackets: str) -> str:
-    shown = ", ".join(texts[:_MAX_ITEMS]) + (", …" if len(texts) > _MAX_ITEMS else "")
-    return brackets[0] + clean(shown, 2 * _MAX_VALUE) + brackets[1]
+def _items(texts: list[str]) -> str:
+    return clean(", ".join(texts[:_MAX_ITEMS]) + (", …" if len(texts) > _MAX_ITEMS else ""), 2 * _MAX_VALUE)
+
+
+def _label(key: object) -> str:
+    return clean(key, 60).replace("_", " ")
 
 
 def ignored_texts(counts: Mapping[str, int]) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.config.settings import Config
+from ddpdebug.config.settings import Config, settings
 from ddpdebug.errors import StopRun
 from ddpdebug.monitor.attach import install
 from ddpdebug.monitor.monitor import Monitor
@@ -23,7 +22,7 @@ def invitation(monitor: Monitor, environ: Mapping[str, str]) -> str | None:
         return None  # `watch` stands in the script, which all ranks run; or somebody else starts the ranks
     given = {
         field.name: str(value) if isinstance(value, Path) else value
-        for field in fields(Config)
+        for field in settings()
         if (value := getattr(monitor.config, field.name)) is not None
     }
     return json.dumps({"run": monitor.run_id, "settings": given})

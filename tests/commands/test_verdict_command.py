@@ -67,7 +67,7 @@ def test_exit_code(
     """The codes are those of `check`; a missing or incomplete report is never clean."""
     folder = _run(tmp_path / "run", outcomes, **more)
     assert main(["verdict", str(folder), "--json", "v.json"]) == code
-    assert f"(exit {code})" in capfd.readouterr().err
+    assert f"(exit {code})" in capfd.readouterr().out
     record = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert record["exit_code"] == code
     if "places" in more:

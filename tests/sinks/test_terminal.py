@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -81,12 +82,21 @@ def judged(step: int, *digests: int, optimizer: int = 0, flags: Flag = Flag.CHEC
     return StepJudged(step=made, interval=5, overhead_ratio=0.0083, overhead_of_run=0.0083)
 
 
-def test_the_page_of_the_run_comes_first() -> None:
-    """Where a hub is told of the run, its page there is the first line."""
+def test_a_run_that_a_hub_shows_begins_with_its_page() -> None:
+    """In the place of its directory, on the same one line."""
     stream = Recording()
     config = {**STARTED.config, "hub": "http://hub:8765/"}
     Terminal(0, stream).write(replace(STARTED, run_id="b71f2e", time="2026-11-21T08:39:20Z", config=config))
-    assert stream.getvalue().startswith("ddpdebug: http://hub:8765/runs/20261121T083920Z-b71f2e\nddpdebug: watching")
+    assert stream.getvalue() == "ddpdebug: watching 4 ranks · http://hub:8765/runs/20261121T083920Z-b71f2e\n"
+
+
+def test_metrics_have_a_line_where_somebody_has_asked_for_them() -> None:
+    """Their address, and what Prometheus has to know."""
+    stream = Recording()
+    Terminal(0, stream).write(replace(STARTED, config={**STARTED.config, "shows_metrics": True}))
+    first, second = stream.getvalue().splitlines()
+    assert "http://127.0.0.1:9400/metrics" in first
+    assert "http_sd_configs" in second
 
 
 def test_a_log_gets_plain_lines() -> None:
@@ -96,15 +106,12 @@ def test_a_log_gets_plain_lines() -> None:
     for record in (STARTED, FindingRaised(finding=FINDING), Trouble(part="exchange", message="a rank\nis gone")):
         terminal.write(record)
     assert stream.getvalue() == (
-        "ddpdebug: watching 4 ranks · ddpdebug-runs/r1 · http://127.0.0.1:9400/metrics\n"
-        "ddpdebug: for prometheus.yml: "
-        '- {job_name: ddpdebug, http_sd_configs: [{url: "http://127.0.0.1:9400/sd"}]}\n'
+        "ddpdebug: watching 4 ranks · ddpdebug-runs/r1\n"
         "ddpdebug: critical RANK101: parameters differ between ranks\n"
         "  where     step 57 · rank 2 · outside-optimizer · train.py:88\n"
         "  what      layers.3.fc.weight\n"
         "  evidence  differing 1\n"
-        "  perhaps   1. an edit on one rank\n"
-        "            2. a flipped bit\n"
+        "  perhaps   an edit on one rank\n"
         "  next      look at the named line\n"
         "            ddpdebug explain RANK101\n"
         "ddpdebug: exchange has switched itself off: a rank\\nis gone (the job goes on)\n"
@@ -200,12 +207,24 @@ def test_a_finding_is_shown_once_and_new_evidence_when_it_is_found() -> None:
     terminal.write(FindingRaised(finding=FINDING))
     terminal.write(FindingRaised(finding=FINDING.seen_again(58), new=False))
     assert len(stream.writes) == 1
-    located = replace(FINDING, evidence={"differing": 1, "index": [4, 17]})
+    values = {"index": [4, 17], "element_of": "fc.weight", "values": {"0": 0.5, "2": 1.0}, "values_at_step": 61}
+    located = replace(FINDING, evidence={"differing": 1, **values})
     for _ in range(2):
         terminal.write(FindingRaised(finding=located, new=False))
     assert stream.writes[1:] == [
-        "ddpdebug: critical RANK101: more about the finding of step 57\n  evidence  index [4, 17]\n"
+        "ddpdebug: RANK101 of step 57: fc.weight[4, 17]: rank 0 = 0.5, rank 2 = 1 after step 61\n"
     ]
+
+
+def test_an_element_that_differs_by_a_bit_is_called_a_bit_flip() -> None:
+    """With the cause that belongs to it."""
+    stream = Recording()
+    terminal = Terminal(0, stream)
+    terminal.write(FindingRaised(finding=FINDING))
+    bits = {"index": [4], "values": {"0": 0.5, "2": 1.0}, "flipped_bits": [23], "dtype": "float32"}
+    terminal.write(FindingRaised(finding=replace(FINDING, evidence=bits, causes=["`bit flip`: the memory"]), new=False))
+    assert "bit 23 of float32 is flipped" in stream.writes[-1]
+    assert stream.writes[-1].endswith("; the memory\n")
 
 
 @pytest.mark.parametrize("tty", [True, False])
@@ -250,7 +269,7 @@ def test_a_flood_of_findings_is_cut() -> None:
     for i in range(40):
         terminal.write(FindingRaised(finding=replace(FINDING, step=i, id=f"RANK101-{i}")))
     assert len(stream.writes) == 21
-    assert stream.writes[-1] == "ddpdebug: 20 findings shown, further ones are only in the run directory\n"
+    assert stream.writes[-1] == "ddpdebug: 20 findings shown, the others are in the run directory only\n"
 
 
 def summary(
@@ -292,7 +311,7 @@ def test_the_last_line_counts_a_step_that_was_found_to_differ_at_the_end() -> No
         own = {"flags": flags, "foreign_params_digest": "00"}
         rows = {"0": {**own, "params_after_digest": "05"}, "1": {**own, "params_after_digest": "06"}}
         last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
-        assert ("disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
+        assert ("disagreed in 1 of the 1 that were compared" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
 
 
 def test_what_the_broadcast_repairs_is_said_when_it_matters() -> None:
@@ -316,13 +335,13 @@ def test_the_last_line_counts_a_step_once() -> None:
     """One that differed, and whose parameters were compared once more at the end."""
     rows = {str(r): {"flags": 0, "params_after_digest": f"0{r + 5}", "foreign_params_digest": "00"} for r in range(2)}
     last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
-    assert "disagreed in 1 of 2 steps" in summary(judged(0, 5, 5), judged(1, 5, 6), last)
+    assert "disagreed in 1 of the 2 that were compared" in summary(judged(0, 5, 5), judged(1, 5, 6), last)
 
 
 def test_the_last_line_takes_back_what_averaging_explains() -> None:
     """Replicas that train apart disagree only until they are seen to be averaged."""
     apart = [judged(i, 5, 6, flags=Flag.UNSYNCED_BACKWARD) for i in range(4)]
-    assert "disagreed in 4 of 4 steps" in summary(*apart)
+    assert "disagreed in 4 of the 4 that" in summary(*apart)
     meant = judged(4, 5, 6, flags=Flag.UNSYNCED_BACKWARD | Flag.LOCAL_ONLY)
     assert "replicas that are averaged now and then are compared only there" in summary(*apart, meant)
     assert "disagreed" not in summary(*apart, meant)
@@ -344,7 +363,8 @@ def test_the_last_line_counts_findings_by_severity() -> None:
     warning = replace(FINDING, code="SYNC207", severity=Severity.WARNING, id="SYNC207-1")
     raised = [FindingRaised(finding=f) for f in (warning, FINDING, replace(FINDING, step=60, id="RANK101-2"))]
     assert summary(judged(0, 5, 6), *raised) == (
-        "ddpdebug: 2 critical (RANK101 x2), 1 warning (SYNC207) · 1 step · the ranks disagreed in 1 of 1 step · "
+        "ddpdebug: 2 critical (RANK101 x2), 1 warning (SYNC207) · 1 step · "
+        "the ranks disagreed in 1 of the 1 that were compared · "
         "overhead 0.83 % · full check every 5 steps · ddpdebug-runs/r1/findings.jsonl\n"
     )
 
@@ -418,10 +438,29 @@ def test_the_overhead_of_a_short_run_is_said_in_seconds() -> None:
     assert "1040 %" not in text
 
 
-def test_the_overhead_of_short_steps_is_explained() -> None:
-    """Who tries a toy first would take it for what a real run pays."""
-    text = summary(replace(judged(0, 5, 5), overhead_of_run=0.8, interval=1))
-    assert "overhead 80 % · every step was checked (short ones are at first)" in text
+@pytest.mark.parametrize(("seconds", "text"), [(4.24, "overhead 4.2 s\n"), (424.0, "overhead 80 %\n")])
+def test_the_overhead_of_a_short_run_is_seconds(seconds: float, text: str) -> None:
+    """Who tries a toy first would take a share for what a real run pays."""
+    one = replace(judged(0, 5, 5), overhead_of_run=0.8, overhead_seconds=seconds, interval=1)
+    assert summary(one).endswith(text)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_finding_has_eight_lines_at_most(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much there is to say of it, and nothing in it is a Python list or dict."""
+    monkeypatch.setattr("os.get_terminal_size", lambda *_: os.terminal_size((columns, 24)))
+    long = "an in-place edit (`p.data.mul_`, normalisation, an EMA swap that is not swapped back) on some ranks " * 3
+    evidence = {"groups": [[0, 1]], "changed_on": [1], "layers": {"a": {"b": 1.0}}, "error": long, "c": {"d": [1]}}
+    finding = replace(
+        FINDING, causes=[long, long], actions=[long], subject=("a.b",) * 9, evidence={**evidence, "bundle": "bundles/x"}
+    )
+    for tty in (True, False):
+        stream = Recording(tty=tty)
+        stream.fileno = lambda: 1  # type: ignore[method-assign]
+        Terminal(0, stream).write(FindingRaised(finding=finding))
+        assert stream.getvalue().count("\n") <= (8 if columns > 40 or not tty else 10)
+        assert not re.search(r"\{|\[\[|=\[|\['", stream.getvalue())
+        assert "explain RANK101" in stream.getvalue()
 
 
 def test_what_the_run_goes_on_with_is_told_beside_what_its_start_took() -> None:
@@ -488,11 +527,7 @@ def test_a_hang_is_told_in_the_order_in_which_people_ask() -> None:
         "  missing   rank 1: waits for a lock, at /home/me/train.py:33 (get): lock.acquire()\n"
         "  waits     ranks 0,2-3: all_reduce #6 of float32 [8] at /home/me/train.py:41\n"
         "            for 9 s when this was found\n"
-        "  so far    collectives of rank 1 = 5, ranks 0,2-3 = 6\n"
-        "  stacks    rank 1: data.py:33 (get) < data.py:34 (get) < data.py:35 (get)\n"
-        "            whole in findings.jsonl\n"
-        "  perhaps   1. a deadlock\n"
-        "            2. a blocked pipeline\n"
+        "  perhaps   a deadlock\n"
         "  next      give locks a timeout\n"
         "            ddpdebug explain HANG501\n"
     )

@@ -86,7 +86,7 @@ def test_values_by_rank_are_grouped_with_the_odd_ones_first() -> None:
 def test_short_evidence_shares_a_line_and_much_of_it_is_cut() -> None:
     """Lists, tables and unknown values included."""
     assert evidence_lines({"index": [4, 17], "ratio": 0.5, "hook": None, "group": {"lr": 0.1}}) == [
-        "index [4, 17] · ratio 0.5 · group {lr=0.1}"
+        "index [4, 17] · ratio 0.5 · group lr 0.1"
     ]
     assert evidence_lines({"shape": list(range(9))}) == ["shape [0, 1, 2, 3, 4, 5, …]"]
     assert evidence_lines({f"k{i}": i for i in range(8)})[-1] == "and 2 more in the run directory"
@@ -108,7 +108,7 @@ def test_tensors_are_described_on_lines_of_their_own() -> None:
 def test_a_bundle_is_something_to_do() -> None:
     """The command that replays it stands among the next steps, escaped, and not in the evidence."""
     told = dict(parts(finding(actions=["x"], evidence={"kinds": ["NaN"], "bundle": "runs/NUM301\x1b"})))
-    assert told["evidence"] == ["kinds [NaN]"]
+    assert told["evidence"] == ["kinds NaN"]
     assert told["next"] == ["x", "ddpdebug replay runs/NUM301\\x1b", "ddpdebug explain RANK101"]
 
 
