@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from ddpdebug.clock import utc_now
 from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingIgnored, FindingRaised, Record
 from ddpdebug.sinks.fanout import InOrder
+
+_TAG = re.compile(r"`([\w -]+)`: ")
 
 
 class Reporter:
@@ -52,9 +55,13 @@ class Reporter:
     def _stamped(self, finding: Finding, *, new: bool) -> Finding:
         key = key_of(finding)
         known = self._known.get(key)
+        evidence = {**finding.evidence, **self._extra.get(key, {})}
+        fits = {finding.phase, "bit flip" if evidence.get("flipped_bits") else None}
         stamped = self._known[key] = replace(
             finding,
-            evidence={**finding.evidence, **self._extra.get(key, {})},
+            evidence=evidence,
+            causes=likeliest_first(finding.causes, fits),
+            actions=likeliest_first(finding.actions, fits),
             time=self._clock() if known is None else known.time,
             run=self.run_id,
         )
@@ -81,6 +88,20 @@ def key_of(finding: Finding) -> str:
     """Return the id that `Incidents` has given to a finding: within a run it names it, on every rank alike."""
     assert finding.id is not None, "a finding that no incident has admitted"
     return finding.id
+
+
+def likeliest_first(texts: Sequence[str], fits: Collection[str | None]) -> list[str]:
+    """Order causes or remedies by a finding's own evidence.
+
+    One may begin with what it is the likeliest in, a phase or `bit flip` in backticks and a colon. What fits the
+    finding comes first, and what belongs to something else last.
+    """
+
+    def place(text: str) -> int:
+        known = _TAG.match(text)
+        return 1 if known is None else 0 if known[1] in fits else 2
+
+    return sorted(texts, key=place)
 
 
 def unravel(flat: int, shape: Sequence[int]) -> list[int]:

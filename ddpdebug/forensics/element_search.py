@@ -8,6 +8,8 @@ which the copy was made, which the result states.
 from __future__ import annotations
 
 import base64
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,10 @@ _MAX_CHUNKS = 1024
 _MIN_CHUNK = 4096
 _MAX_ELEMENTS = 16 << 20
 _MAX_VOICES = 4
+#: Bits by which two values differ that is called a flip; more of them are two numbers.
+_FEW_BITS = 2
+#: The bits of an exponent below this one change a value by a factor of 256 at most, as training may.
+_LOW_EXPONENT = 4
 #: A search that is not over after so many ticks is given up: some rank has not made its copy.
 _MAX_TICKS = 2000
 
@@ -167,9 +173,35 @@ def _compare(search: _Search) -> dict[str, Any] | None:
     )
     if position is None:
         return None
-    values = {}
+    values, patterns = {}, set[int]()
     for rank, data in sorted(raw.items()):
-        bits = torch.frombuffer(bytearray(data[position : position + width]), dtype=torch.uint8)
-        values[str(rank)] = float(bits.view(search.copy.dtype)[0])
+        own = data[position : position + width]
+        values[str(rank)] = float(torch.frombuffer(bytearray(own), dtype=torch.uint8).view(search.copy.dtype)[0])
+        patterns.add(int.from_bytes(own, sys.byteorder))
     flat = search.chunk * search.chunk_size + position // width
-    return {"flat_index": flat, "values": values, "element_of": search.plan.name, "values_at_step": search.taken_at}
+    found = {"flat_index": flat, "values": values, "element_of": search.plan.name, "values_at_step": search.taken_at}
+    if len(patterns) == 2 and _is_alone(search, position, width):
+        bits = flipped_bits(*patterns, search.copy.dtype)
+        found |= {"flipped_bits": bits, "dtype": str(search.copy.dtype).removeprefix("torch.")} if bits else {}
+    return found
+
+
+def _is_alone(search: _Search, position: int, width: int) -> bool:
+    """Return whether no other element of the parameter differs."""
+    chunks = zip(*search.chunks.values(), strict=False)
+    rest = {data[:position] + data[position + width :] for data in search.values.values()}
+    return len(rest) == 1 and sum(len(set(chunk)) > 1 for chunk in chunks) == 1
+
+
+def flipped_bits(one: int, other: int, dtype: torch.dtype) -> list[int]:
+    """Return by which bits two patterns differ, 0 is the lowest; empty where these are not a few.
+
+    Steps that came after a flip have changed both values alike, and of a very large one nothing: a high bit of the
+    exponent is seen still, the low bits of the mantissa are no evidence any more.
+    """
+    bits = [bit for bit in range(8 * dtype.itemsize) if (one ^ other) >> bit & 1]
+    if len(bits) <= _FEW_BITS or not dtype.is_floating_point:
+        return bits if len(bits) <= _FEW_BITS else []
+    mantissa = round(-math.log2(torch.finfo(dtype).eps))
+    high = [bit for bit in bits if bit >= mantissa]
+    return high if len(high) == 1 and mantissa + _LOW_EXPONENT <= high[0] < 8 * dtype.itemsize - 1 else []

@@ -54,6 +54,7 @@ HANG = "hang"
 ENDED = "ended_after_seconds"
 #: What is not told as the other evidence is.
 _APART = frozenset({BUNDLE, UNDECIDED, HANG})
+_OF_ELEMENT = frozenset({"index", "element_of", "values", "values_at_step", "flipped_bits", "dtype"})
 _MAX_LINE = 240
 #: Lines of a stack that are shown, the innermost ones, of the user's own; files that are not.
 _MAX_FRAMES = 3
@@ -153,8 +154,10 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
             for label, lines in hang_parts(evidence)
             for i, line in enumerate(lines)
         ]
-    short, long = [], []
-    shown = {k: v for k, v in evidence.items() if k not in _APART and v is not None and v not in ({}, [], "")}
+    element = element_text(evidence)
+    short, long = list[str](), list[str]() if element is None else [element]
+    apart = _APART if element is None else _APART | _OF_ELEMENT
+    shown = {k: v for k, v in evidence.items() if k not in apart and v is not None and v not in ({}, [], "")}
     if (sides := evidence.get(UNDECIDED)) and _are_ranks(sides):
         short.append(" against ".join(map(ranks_text, sides)))
     for key, value in list(shown.items())[:_MAX_EVIDENCE]:
@@ -248,7 +251,7 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
     explain = f"ddpdebug explain {clean(finding.code, 20)}"
     brief = finding.severity is Severity.INFO
     causes = [] if brief else [clean(cause, 400) for cause in finding.causes[:_MAX_CAUSES]]
-    actions = [] if brief else [clean(action, 400) for action in finding.actions[:1]]
+    actions = [] if brief else [clean(_UNTAGGED.sub("", action), 400) for action in finding.actions[:1]]
     bundle = finding.evidence.get(BUNDLE)
     replay = [f"ddpdebug replay {clean(bundle, _MAX_PATH)}"] if isinstance(bundle, str) and not brief else []
     found = [

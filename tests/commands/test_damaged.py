@@ -79,11 +79,11 @@ def test_findings_that_cannot_be_read_are_not_clean(
     """The verdict is `damaged` with an exit code of its own kind; report and top say so."""
     run = make(tmp_path / "run")
     assert main(["verdict", str(run)]) == 0
-    assert "damaged" not in capfd.readouterr().err
+    assert "damaged" not in capfd.readouterr().out
     file = run / "findings.jsonl"
     file.write_bytes(change(file.read_bytes()))
     assert main(["verdict", str(run), "--json", str(tmp_path / "v.json")]) == 4
-    told = capfd.readouterr().err
+    told = capfd.readouterr().out
     assert "verdict: damaged" in told
     assert word in told
     assert json.loads((tmp_path / "v.json").read_text())["verdict"] == "damaged"
@@ -110,7 +110,7 @@ def test_a_missing_file_of_findings_is_damage(tmp_path: Path, capfd: pytest.Capt
     assert main(["verdict", str(run)]) == 0
     (run / "findings.jsonl").unlink()
     assert main(["verdict", str(run)]) == 4
-    assert "findings.jsonl cannot be read" in capfd.readouterr().err
+    assert "findings.jsonl cannot be read" in capfd.readouterr().out
 
 
 def test_a_run_json_that_cannot_be_read_is_not_clean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_a_run_json_that_cannot_be_read_is_not_clean(tmp_path: Path, capfd: pyte
     assert main(["verdict", str(run)]) == 0
     (run / "run.json").write_bytes(cut((run / "run.json").read_bytes()))
     assert main(["verdict", str(run)]) == 4
-    assert "run.json cannot be read" in capfd.readouterr().err
+    assert "run.json cannot be read" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("world", [10**12, 10**300, -1, 0, "two", 2.5, True, [2]])

@@ -862,3 +862,17 @@ def test_a_loss_whose_model_was_not_looked_at() -> None:
     assert (found.code, found.location, found.evidence["model"]) == ("NUM302", "train.py:57", "Net")
     assert "finite, the loss is not" not in found.title
     assert "not looked at" in str(found.evidence["observed"])
+
+
+def test_causes_are_ordered_by_the_finding() -> None:
+    """Those of its phase first, then those of any phase, then those of others; a flipped bit has one of its own."""
+    causes = ["`load`: a", "any", "`init`: b", "`bit flip`: c"]
+    records: list[Any] = []
+    reporter = Reporter(records.append, lambda: "now")
+    finding = Finding(
+        code="RANK101", severity=Severity.CRITICAL, title="t", phase="init", causes=causes, actions=causes, id="x"
+    )
+    reporter.report([(finding, True)])
+    assert list(records[-1].finding.causes) == ["`init`: b", "any", "`load`: a", "`bit flip`: c"]
+    reporter.add("x", {"flipped_bits": [3]})
+    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`init", "`bit "]

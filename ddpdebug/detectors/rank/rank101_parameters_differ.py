@@ -79,14 +79,14 @@ class ParametersDiffer(ComparisonRule):
     - `load`: a checkpoint was loaded on one rank, or the ranks found different files
     - `init`: parameters were drawn or changed after `DistributedDataParallel(...)` had broadcast rank 0's
     - `optimizer`: an optimizer whose update depends on the rank (own random numbers, own step count, extra decay)
-    - memory corruption: a single element that differs by a power of two points at a flipped bit
+    - `bit flip`: memory, a bus or a device has flipped a bit: one element differs, by single bits
 
     Remedy:
-    - make the edit on all ranks, or make it on one and `torch.distributed.broadcast` the result
-    - load checkpoints on every rank, before wrapping, with `map_location`
-    - move every initialisation in front of `DistributedDataParallel(...)`
+    - `outside-optimizer`: make the edit on all ranks, or make it on one and `torch.distributed.broadcast` the result
+    - `load`: load checkpoints on every rank, before wrapping, with `map_location`
+    - `init`: move every initialisation in front of `DistributedDataParallel(...)`
     - to go on with a run, broadcast rank 0's parameters and optimizer state, or restart from the last good checkpoint
-    - if one element on one device differs and no code writes there, test or replace the device
+    - `bit flip`: run again from the last good checkpoint; if a bit flips on the same device again, test or replace it
     """
 
     code = "RANK101"
