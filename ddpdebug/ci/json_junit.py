@@ -85,7 +85,7 @@ def _coverage_case(case: ET.Element, verdict: Verdict) -> None:
     """Fill in the case of what was looked at: skipped where something was not, failed where that was required."""
     if not verdict.unchecked:
         if verdict.coverage is None:
-            ET.SubElement(case, "skipped", message="nothing says what was looked at")
+            ET.SubElement(case, "skipped", message="no rank recorded what it checked")
         return
     message = xml_text(clean("; ".join(verdict.unchecked)))
     if verdict.fails_unchecked:

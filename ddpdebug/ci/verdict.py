@@ -174,7 +174,7 @@ _ALONE = (
     "--nproc-per-node 1 that one is what you mean"
 )
 _ALONE_ON_PURPOSE = "one rank, as --nproc-per-node 1 asks for: nothing was compared between ranks"
-_NOTHING_KNOWN = "nothing says what was looked at; the ranks may have ended before they could"
+_NOTHING_KNOWN = "no rank recorded what it checked; they may have ended too early"
 #: What a rank says that lost its peer: the cause lies elsewhere.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out waiting", re.IGNORECASE
@@ -414,10 +414,10 @@ def _words(end: _End, outcome: Outcome | None, status: int | None, *, early: boo
     if outcome is not None:
         return outcome.reason
     if status is None or (status == 0 and end is _End.LOST):
-        return "ended by the launcher" if end is _End.ENDED else "left without a word"
+        return "ended by the launcher" if end is _End.ENDED else "ended without reporting why"
     if status < 0:
         return f"died by {signal_name(-status)}"
-    return f"left with exit status {status} past the exit handlers"
+    return f"exited with status {status} and reported no reason (os._exit, or it never started)"
 
 
 def _late(outcome: Outcome | None, place: str | None) -> str:

@@ -20,7 +20,7 @@ wraps when it is attached, and what is off.
 It attaches to its own process and takes that back; nothing is trained and no rank is started. Run it where the job
 runs, with the same environment.
 
-Exit codes: 0 everything is there, 1 something is off, 2 wrong usage.
+Exit codes: 0 nothing that should work is off, 1 something is off, 2 wrong usage.
 """
 
 
@@ -62,8 +62,8 @@ def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
     yield ""
     wrappers = report.attached.wrappers
     placed = sum(wrapper.in_place for wrapper in wrappers)
-    yield f"wrapped while attached: {placed} of {len(wrappers)}" + (
-        ", all taken back" if report.attached.restored else ", not all taken back"
+    yield f"functions wrapped while attached: {placed} of {len(wrappers)}" + (
+        ", all restored" if report.attached.restored else ", not all restored"
     )
     for wrapper in wrappers:
         notes = [] if wrapper.in_place else ["could not be wrapped"]
@@ -72,8 +72,15 @@ def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
         if verbose or notes:
             yield f"  {wrapper.where}  {'; '.join([wrapper.why, *notes] if wrapper.why else notes)}"
     yield ""
-    yield f"off: {len(report.off)}" if report.off else "everything is there"
-    yield from (f"  {line}" for line in report.off)
+    missing = list(report.missing)
+    if report.off:
+        yield f"off: {len(report.off)}"
+        yield from (f"  {line}" for line in report.off)
+    elif not missing:
+        yield "nothing is missing"
+    if missing:
+        yield "not here, and how to get it:"
+        yield from (f"  {line}" for line in missing)
 
 
 def _feature(feature: FeatureState, *, verbose: bool) -> Iterator[str]:

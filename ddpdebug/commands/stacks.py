@@ -8,7 +8,7 @@ import os
 import pwd
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from ddpdebug.progress.boxes import (
     state_of,
     together,
 )
+from ddpdebug.progress.waits import Seen
 from ddpdebug.run_directory.reader import RANKS, read_outcomes, read_run
 from ddpdebug.sinks.text import clean, ranks_text
 
-_TEXT = """Say where all ranks of the run in RUN_DIR are: what they wait in, and their frames, once where ranks agree.
+_TEXT = """Print where each rank of the run in RUN_DIR is: what it waits in, and its stack; once for ranks that agree.
 
 Ranks on this host are read from their black boxes: fresh while they run, the last state of one that has ended, and with
 what the kernel shows of one that gives no sign of life. Ranks on other hosts, and --all-threads, are asked by a file in
@@ -41,10 +42,12 @@ the run directory, which their owner alone may write. A rank whose interpreter d
 _ANSWER_SECONDS = 5.0
 _STATES = {
     LIVE: "",
-    SILENT: " (no sign of life: what it did last)",
-    DEAD: " (has ended: what it did last)",
-    ELSEWHERE: " (on another host and did not answer: what it did last)",
+    SILENT: " (no sign of life, last seen)",
+    DEAD: "",
+    ELSEWHERE: " (on another host and did not answer, last seen)",
 }
+#: Ends after which nobody asks where in a library the rank stood.
+_WELL = frozenset({"finished", "stopped"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +135,23 @@ def _nothing(directory: Path, world: int, ended: str) -> str:
 def _as_text(found: _Found) -> str:
     lines = []
     if found.ended:
-        lines.append(f"run {clean(found.run, 60)} has ended ({clean(found.ended, 200)}): what each rank did last")
+        lines.append(f"run {clean(found.run, 60)} has ended ({clean(found.ended, 200)}); what each rank did last:")
     elif all(one.state == DEAD for one in found.ranks.values()):
-        lines.append(f"run {clean(found.run, 60)} goes on no more, its ranks have gone: what each did last")
-    for group in together(found.ranks, found.threads):
+        lines.append(f"run {clean(found.run, 60)} was killed: none of its ranks is alive; what each did last:")
+    for group in together({rank: _in_short(one) for rank, one in found.ranks.items()}, found.threads):
         lines += _block(group)
     if found.unknown:
-        lines.append(f"{ranks_text(found.unknown)}: nothing is known: no black box here")
+        lines.append(f"{ranks_text(found.unknown)}: nothing is known, there is no black box here")
     return "\n".join(lines)
+
+
+def _in_short(one: RankState) -> RankState:
+    """Return a rank's state in words for people: of one that has ended well, its last step and no frames."""
+    if one.ended in _WELL:
+        step = None if one.progress is None else one.progress.step
+        words = one.ended if step is None or step < 0 else f"{one.ended} after step {step}"
+        return replace(one, words=words, seen=Seen())
+    return replace(one, words=one.words.replace("it has ended: ", "ended by ", 1))
 
 
 def _block(group: Together) -> list[str]:

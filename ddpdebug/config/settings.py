@@ -122,13 +122,13 @@ class Config:
     linger: float = _option(
         60.0,
         kinds.number(0, 600),
-        "With --sd-dir or a --metrics-port, serve what a rank came to after its end, by a small process of its own, "
-        "until it was scraped twice or for so many seconds; 0 is not at all.",
+        "With --sd-dir or a --metrics-port, a small process serves a rank's final metrics after the rank has ended, "
+        "until they were scraped twice or for so many seconds; 0 is not at all.",
     )
     push_outcome: str | None = _option(
         None,
         kinds.WEB_ADDRESS,
-        "Also put what each rank came to to the Pushgateway at this address: for places where nothing outlives a job.",
+        "Also push each rank's final metrics to the Pushgateway at this address, where no process outlives a job.",
     )
     grafana_url: str | None = _option(
         None,
@@ -166,15 +166,15 @@ class Config:
     ignore: tuple[str, ...] | None = _option(
         None,
         _IGNORED,
-        "Say nothing of a finding, CODE or CODE:NAME (a parameter, module, file or line; * and ? as in a shell), with "
-        "a reason after a #; it is counted, and kept in ignored.jsonl. May be repeated.",
+        "Suppress findings: CODE or CODE:NAME (a parameter, module, file or line; * and ? as in a shell), with a "
+        "reason after a #. Suppressed findings are counted and kept in ignored.jsonl. May be repeated.",
     )
     validation_loss: str = _option(
         "modules",
         kinds.one_of("told", "modules", "functions"),
-        "Where validation losses are read: only in what observe(val_loss=...) tells; in what loss modules of torch.nn "
-        "and the model itself return in evaluation; or in what the loss functions of torch.nn.functional return, "
-        "whose code is exchanged for that in the whole process. What observe() tells counts in any case.",
+        "Where validation losses are read from: only observe(val_loss=...); also the return values of torch.nn loss "
+        "modules and of the model in evaluation; or also those of the loss functions of torch.nn.functional, which "
+        "exchanges the code of these functions in the whole process.",
     )
     guard: str = _option(
         "observe",
@@ -228,7 +228,7 @@ class Config:
     steps: int | None = _option(
         None,
         kinds.integer(1),
-        "Stop the script after so many optimizer steps; the preflight takes 4 where nothing is said.",
+        "Stop the script after so many optimizer steps; the preflight takes 4 by default.",
         commands=("run", "check", "preflight"),
     )
     fail_on: str = _option(
@@ -240,7 +240,7 @@ class Config:
     require_checks: bool = _option(
         False,
         kinds.SWITCH,
-        "Exit with 1 where something was not checked, instead of saying so only.",
+        "Exit with 1 where something was not checked, instead of only reporting it.",
         commands=("check", "verdict"),
     )
     junit: Path | None = _option(None, kinds.FILE, "Write the verdict as JUnit XML.", commands=("check", "verdict"))

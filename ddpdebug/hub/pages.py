@@ -114,7 +114,7 @@ class _Pages:
         ordered = {state: counts[state] for state in STATES if state in counts}
         return self._page(
             request, "runs.html", title="Runs", asked=asked, runs=shown, more=more, counts=ordered, query=query,
-            sorts=list(queries.SORTS),
+            sorts=list(queries.SORTS), needs=_needs(counts),
         )  # fmt: skip
 
     def run(self, request: Request) -> Response:
@@ -418,6 +418,17 @@ def _stamp(seconds: float) -> str:
 
 def _rate(rate: float) -> str:
     return f"{number(rate, 3)} steps/s" if rate >= 1 else f"{number(1 / rate, 3)} s a step"
+
+
+def _needs(counts: Mapping[str, int]) -> str:
+    """Return in one sentence what of the runs needs a person: first those that go on, and can still be helped."""
+    going = {state: counts[state] for state in ("hung", "ill") if counts.get(state)}
+    ended = {state: counts[state] for state in ("failed", "lost") if counts.get(state)}
+    listed = ", ".join(f"{count} {state}" for state, count in {**going, **ended}.items())
+    if not going:
+        return "No run that goes on needs anybody" + (f"; of those that have ended: {listed}." if ended else ".")
+    one = sum(going.values()) == 1
+    return f"{sum(going.values())} run{' needs' if one else 's need'} a person: {listed}."
 
 
 def _spark(points: Sequence[tuple[int, float]]) -> Markup:

@@ -33,8 +33,9 @@ _SHOWN = [column for column in _run if column.name != "document"]
 
 _gravity = case(*((_finding.severity == one.label, int(one)) for one in Severity), else_=-1)
 _urgency = case({"hung": 0, "ill": 1}, value=_run.state, else_=case((_run.state.in_(LIVE), 2), else_=3))
+_worst = case({one.label: int(one) for one in Severity}, value=_run.severity, else_=-1)
 SORTS = {
-    "urgency": (_urgency, _run.last_seen.desc()),
+    "urgency": (_urgency, _worst.desc(), _run.last_seen.desc()),
     "newest": (_run.started.desc(),),
     "last seen": (_run.last_seen.desc(),),
     "findings": (_run.findings.desc(),),

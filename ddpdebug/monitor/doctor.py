@@ -36,6 +36,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.entries import Placed
 from ddpdebug.progress import black_box, kernel
+from ddpdebug.sinks.text import counted
 from ddpdebug.torch_internals import names, nodes
 
 _DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xxhash", "numpy")
@@ -53,6 +54,7 @@ EXTRAS = {
 _FEW_FILES, _LITTLE_SHARED = 4096, 1 << 30
 _SHARED = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written
 _FIRST_WRITES = 1 << 20
+_NOT_HERE = "not here: "
 assert nodes.NODES  # they are in the table of names once the module is loaded
 
 
@@ -132,8 +134,17 @@ class Report:
         found += [f"{w.where} is hidden under {w.under}: {w.why}" for w in self.attached.wrappers if w.under]
         found += self.attached.troubles
         if not self.attached.restored:
-            found.append("not everything was taken back after attaching")
+            found.append("not everything was restored after attaching")
         return found + [f"{check.name}: {check.text}" for check in self.checks if check.fine is False]
+
+    @property
+    def missing(self) -> list[str]:
+        """What is not installed here, and the command that installs it; none of it is needed."""
+        return [
+            f"{check.name} {check.text.removeprefix(_NOT_HERE)}"
+            for check in self.checks
+            if check.text.startswith(_NOT_HERE)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -234,7 +245,7 @@ def _machine() -> Iterable[Check]:
     yield Check("triton", None, _version_of("triton") or "not here")
     for extra, (modules, what) in EXTRAS.items():
         missing = [name for name in modules if util.find_spec(name) is None]
-        add = f"not here: {', '.join(missing)}; `pip install 'ddpdebug[{extra}]'` adds {what}"
+        add = f"{_NOT_HERE}{', '.join(missing)}; `pip install 'ddpdebug[{extra}]'` adds {what}"
         yield Check(f"[{extra}]", None, add if missing else f"installed: {what}")
     programs = [name for name in ("prometheus", "alertmanager") if shutil.which(name)]
     yield Check("monitoring", None, f"{' and '.join(programs) or 'no Prometheus'} on this machine; it may be anywhere")
@@ -271,7 +282,7 @@ def _cores() -> str:
     """Say how many cores this process may use, and how many threads torch takes in each rank."""
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     many = "" if "OMP_NUM_THREADS" in os.environ else "; torchrun gives each of several ranks one"
-    return f"{cores} of {os.cpu_count()} for this process; torch computes with {threads} threads{many}"
+    return f"{cores} of {os.cpu_count()} for this process; torch computes with {counted(threads, 'thread')}{many}"
 
 
 def _shared_memory() -> str:
@@ -313,10 +324,10 @@ def _hangs() -> Iterable[Check]:
         nccl = "" if size else "; on NCCL only where TORCH_FR_BUFFER_SIZE is set"
         yield Check("collectives", True, f"torch records them{nccl}")
     if kernel.process(os.getpid()) is None or kernel.thread(threading.get_native_id()) is None:
-        yield Check("/proc", False, "it cannot be read: a rank that works is not told from one that sleeps")
+        yield Check("/proc", False, "it cannot be read: a rank that works cannot be distinguished from one that sleeps")
     else:
         yield Check("/proc", True, "it shows whether a rank works, sleeps or is stopped")
-    yield Check("black box", *_tried(_maps, "a rank's last look survives it"))
+    yield Check("black box", *_tried(_maps, "the last state of a rank can be read after it has died"))
 
 
 def _maps() -> None:

@@ -214,7 +214,7 @@ def start_pusher(config: Config, environ: Mapping[str, str], tell: Callable[[str
     try:
         return Pusher()
     except OSError as error:
-        tell("hub", f"the hub will not be told of the run: {error}; later: ddpdebug hub push RUN_DIR")
+        tell("hub", f"the run is not sent to the hub: {error}; later: ddpdebug hub push RUN_DIR")
         return None
 
 

@@ -39,10 +39,11 @@ COLORS = {
     "device reserved": "#0072B2",
     "device allocated": "#56B4E9",
 }
-_GOOD, _BAD = "#009E73", "#D55E00"
+_GOOD, _BAD = "#009E73", "#C62828"
 _WIDTH, _HEIGHT = 900, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 110, 12, 10, 26
 _ROW = 22
+_MAX_TICKS = 12
 #: Values that are further apart than this are drawn in powers of ten.
 _WIDE = 50
 #: From which excess on, as a share of the step, a cell is how opaque; below the first it is like the others.
@@ -100,6 +101,36 @@ def timeline(rows: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[
             parts.append(f'<rect {place} fill="{color}"><title>{word} from step {begin}</title></rect>')
     parts.append(_ticks(steps, height))
     return _svg(height, parts)
+
+
+def parting(
+    world: int, groups: Sequence[Sequence[int]], steps: tuple[int, int], step: int, words: str, *, undecided: bool
+) -> str:
+    """Return a line for each rank over the steps: together until `step`, and from then on each group by itself.
+
+    Args:
+        groups: of ranks; the first is the one that is right, unless that is `undecided`.
+        words: what came up in that step.
+    """
+    size = next(height for count, height in _HEIGHTS if world <= count)
+    bottom, x = _TOP + size * world, _x(min(max(step, steps[0]), steps[1]), steps)
+    of = {rank: number for number, group in enumerate(groups) for rank in group}
+    parts: list[str] = []
+    for rank in range(world):
+        y = _TOP + size * (rank + 0.5)
+        number = of.get(rank, 0)
+        odd = undecided or number > 0 or len(groups) == 1
+        name = f"rank {rank}: {'in group ' + str(number + 1) if undecided else 'parted' if odd else 'as most'}"
+        if rank % max(1, math.ceil(12 / size)) == 0:
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">rank {rank}</text>')
+        parts.append(f'<line x1="{_LEFT}" x2="{x:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_GOOD}" stroke-width="3"/>')
+        color, dashes = (_BAD, f' stroke-dasharray="{3 + 6 * number} 3"') if odd else (_GOOD, "")
+        after = f'x1="{x:.1f}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{color}" stroke-width="3"'
+        parts.append(f"<line {after}{dashes}><title>{escape(name)}</title></line>")
+    mark = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}">'
+    parts += [f"{mark}<title>{escape(words)}</title></line>", _ticks(steps, bottom + _BOTTOM)]
+    legend = "solid: as the others; dashed and red: parted" if not undecided else "dashed and red: the groups, by dash"
+    return f'{_svg(bottom + _BOTTOM, parts, words)}<p class="legend">{legend}; the upright line is step {step}</p>'
 
 
 def heat_map(found: PaceHistory, steps: tuple[int, int], marks: Mapping[int, str]) -> str:
@@ -166,6 +197,10 @@ class _Scale:
         if low == high:
             low, high = low - abs(low) / 10 - 1e-9, high + abs(high) / 10 + 1e-9
         self._low, self._high = self._position(low), self._position(high)
+        if not self.log:
+            self._step = round_step(self._high / 4 - self._low / 4)
+            self._low = math.floor(self._low / self._step + 1e-9) * self._step
+            self._high = math.ceil(self._high / self._step - 1e-9) * self._step
 
     def _position(self, value: float) -> float:
         if not self.log:
@@ -177,8 +212,21 @@ class _Scale:
         return _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
 
     def ticks(self) -> list[float]:
-        places = [self._low + (self._high - self._low) * i / 4 for i in range(5)]
-        return [10 ** min(place, 308.0) for place in places] if self.log else places  # beyond that there is no number
+        if not self.log:
+            count = round(self._high / self._step - self._low / self._step)
+            return [(round(self._low / self._step) + i) * self._step for i in range(min(count, _MAX_TICKS) + 1)]
+        first, last = math.ceil(self._low - 1e-9), math.floor(min(self._high, 308.0) + 1e-9)  # beyond: no number
+        every = max(1, math.ceil((last - first) / 5))
+        powers = [10.0**power for power in range(first, last + 1, every)]
+        return powers if len(powers) > 1 else [10**self._low, *powers, 10 ** min(self._high, 308.0)]
+
+
+def round_step(least: float) -> float:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is no less than `least`."""
+    if not (0 < least < 1e300):
+        return least or 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= least * (1 - 1e-9)), 10 * power)
 
 
 def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
@@ -191,9 +239,12 @@ def _frame(scale: _Scale, steps: tuple[int, int], unit: str) -> str:
 
 
 def _ticks(steps: tuple[int, int], height: int) -> str:
-    places = sorted({steps[0] + round((steps[1] - steps[0]) * i / 6) for i in range(7)})
-    texts = [f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places[:-1]]
-    last = f'<text x="{_WIDTH}" y="{height - 8}" text-anchor="end">{places[-1]}</text>'  # as long as it may be
+    every = max(1, int(round_step((steps[1] - steps[0]) / 6)))
+    first = -(-steps[0] // every) * every
+    near = steps[1] - every // 2  # no room for a text beside that of the last step
+    places = range(first, near, every)
+    texts = [f'<text x="{_x(s, steps):.1f}" y="{height - 8}" text-anchor="middle">{s}</text>' for s in places]
+    last = f'<text x="{_WIDTH}" y="{height - 8}" text-anchor="end">{steps[1]}</text>'  # as long as it may be
     return "".join([*texts, last])
 
 

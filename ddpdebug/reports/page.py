@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -11,10 +13,10 @@ from typing import Any
 from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.progress.boxes import read_ranks
 from ddpdebug.redaction import redact
-from ddpdebug.reports.html import SWATCHES, Points, duration, heat_map, lines, page_head, text, timeline
+from ddpdebug.reports.html import SWATCHES, Points, duration, heat_map, lines, page_head, parting, text, timeline
 from ddpdebug.reports.reading import PARTS, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
-from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.hangs import is_hang, stands
 from ddpdebug.sinks.text import clean, counted, evidence_lines, percent, ranks_text, subjects, where
 
@@ -23,6 +25,9 @@ _MAX_MARKS = 20
 _STACKS, _MAX_STACKS, _MAX_FRAMES = "stacks", 32, 40
 _MAX_RANKS, _MAX_NOTES = 512, 8
 _COSTLY, _LITTLE = 8, 0.005
+_BACKTICKS = re.compile(r"`([^`]+)`")
+#: Ranks that have a line of their own in the picture.
+_MAX_DRAWN = 64
 
 _STYLE = """\
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -30,7 +35,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 h3 { font-size: 1rem; margin: 0; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: currentColor; }
-.grid { stroke: var(--line); } .mark { stroke: #D55E00; stroke-width: 1.5; stroke-dasharray: 4 3; }
+.grid { stroke: var(--line); } .mark { stroke: #C62828; stroke-width: 1.5; stroke-dasharray: 4 3; }
 .legend span { margin-right: 1.2rem; } .legend i { display: inline-block; width: 1rem; height: .6rem; \
 margin-right: .35rem; }
 .even { fill: var(--soft); } td.n, th.n { text-align: right; } .pace { margin: .8rem 0; }
@@ -39,10 +44,10 @@ margin-right: .35rem; }
 .tile { flex: 1 1 9rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
 border-left: .4rem solid #999; }
 .tile b { display: block; font-size: 1.15rem; overflow-wrap: anywhere; }
-.good { border-color: #009E73; } .bad { border-color: #D55E00; } .warn { border-color: #E69F00; }
+.good { border-color: #009E73; } .bad { border-color: #C62828; } .warn { border-color: #E69F00; }
 article { border: 1px solid var(--line); border-left: .4rem solid #999; border-radius: .4rem; padding: .8rem 1rem; \
 margin: .8rem 0; overflow-wrap: anywhere; }
-article.critical, article.error { border-left-color: #D55E00; } article.warning { border-left-color: #E69F00; }
+article.critical, article.error { border-left-color: #C62828; } article.warning { border-left-color: #E69F00; }
 dl { display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; } dt { opacity: .7; } dd { margin: 0; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1.2rem .15rem 0; \
 overflow-wrap: anywhere; vertical-align: top; }
@@ -77,15 +82,16 @@ def report(directory: Path, *, name: str = "") -> str:
         page_head(f"ddpdebug: run {run_id}", _STYLE + SWATCHES),
         f"<h1>Run {run_id}</h1>",
         _tiles(history),
+        _picture(history, steps),
         "<h2>Findings</h2>",
-        *map(finding_article, history.findings[:_MAX_FINDINGS]),
+        *map(finding_article, worst_first(history.findings)[:_MAX_FINDINGS]),
         _rest(history),
         _last_words(history),
         "<h2>What was checked</h2>",
         _coverage(history),
         "<h2>Do the ranks agree?</h2>",
         timeline(history.agreement, steps, marks),
-        "<p>Green: compared and equal. Red: ranks differed. Nothing: not compared then.</p>",
+        "<p>Low and green: compared and equal. High and red: the ranks differed. Nothing: not compared then.</p>",
         "<h2>Loss</h2>",
         chart(ranks),
         _shape(series["loss median rank"], series["validation loss"], history.run.get("config")),
@@ -104,6 +110,29 @@ def report(directory: Path, *, name: str = "") -> str:
         "</body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order in which people should read them: the gravest, and of these the first."""
+    return sorted(findings, key=lambda finding: -finding.severity)
+
+
+def _picture(history: History, steps: tuple[int, int]) -> str:
+    """Return the picture of the worst finding: the ranks over the steps, when it came up, and who parted from whom."""
+    world = int(history.run.get("world") or 0)
+    worst = next(iter(worst_first(history.findings)), None)
+    if worst is None or worst.step is None or not 1 < world <= _MAX_DRAWN or worst.severity < Severity.WARNING:
+        return ""
+    sides = worst.evidence.get(UNDECIDED)
+    sides = sides if isinstance(sides, list) else []
+    known = [{rank for rank in side if isinstance(rank, int)} for side in sides if isinstance(side, list)]
+    groups = known or [set(range(world)) - set(worst.ranks), set(worst.ranks)]
+    groups = [group for group in groups if group]
+    labels = [ranks_text(group) for group in groups]
+    words = f"{clean(worst.code, 20)}: {clean(worst.title, 200)}, step {worst.step}"
+    how = " against ".join(labels) if len(groups) > 1 else f"on {labels[0]}" if labels else ""
+    drawn = parting(world, [sorted(group) for group in groups], steps, worst.step, words, undecided=bool(known))
+    return f"<h2>What happened</h2><p>{text(words, 300)}: {text(how, 300)}.</p>{drawn}"
 
 
 def _shape(points: Points, validation: Points, config: object) -> str:
@@ -187,16 +216,28 @@ def _tiles(history: History) -> str:
     severe = [finding for finding in history.findings if finding.severity >= Severity.ERROR]
     agree = ("differ", "bad") if any(compared) else ("agree", "good") if compared else ("not compared", "")
     kind = "bad" if severe or history.damage else "warn" if history.findings else "good"
+    outcome_kind = "warn" if reason != "finished" else "" if severe or any(compared) else "good"
     tiles = [
         ("Ranks agree", *agree),
-        ("Findings", f"{len(history.findings)}, {len(severe)} severe{', damaged' if history.damage else ''}", kind),
+        ("Findings", f"{_counts(history.findings)}{', damaged' if history.damage else ''}", kind),
         ("Ranks", world, ""),
         ("Steps recorded", history.steps, ""),
         ("Checked", *checked(history.run)),
-        ("Outcome", reason or "still running, or killed", "good" if reason == "finished" else "warn"),
+        ("Outcome", reason or "still running, or killed", outcome_kind),
     ]
     shown = (f'<div class="tile {kind}">{name}<b>{text(value, 80)}</b></div>' for name, value, kind in tiles)
     return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _counts(findings: Iterable[Finding]) -> str:
+    """Return `1 critical, 2 warnings`, the gravest first, or `none`."""
+    found = Counter(finding.severity for finding in findings)
+    words = {Severity.ERROR: "error", Severity.WARNING: "warning"}
+    shown = [
+        counted(count, words[severity]) if severity in words else f"{count} {severity.label}"
+        for severity, count in sorted(found.items(), reverse=True)
+    ]
+    return ", ".join(shown) or "none"
 
 
 def checked(run: Mapping[str, Any]) -> tuple[str, str]:
@@ -205,7 +246,7 @@ def checked(run: Mapping[str, Any]) -> tuple[str, str]:
     if known is None or known.complete is None:
         return "not known", ""
     if known.complete:
-        return "all that normally is", "good"
+        return "everything", "good"
     essential = any(gap.weight is Weight.ESSENTIAL for gap in known.gaps)
     return ("nothing compared", "bad") if essential and known.until is None else ("not in all", "warn")
 
@@ -213,7 +254,7 @@ def checked(run: Mapping[str, Any]) -> tuple[str, str]:
 def _coverage(history: History) -> str:
     known = Coverage.from_json(history.run.get("coverage"))
     if known is None:
-        return '<p class="none">nothing says what was looked at: the run may have ended too early</p>'
+        return '<p class="none">no rank recorded what it checked: the run may have ended too early</p>'
     rows = "".join(
         f"<tr><td>{gap.part}</td><td>{text(gap.text, 400)}</td><td>{text(gap.action)}</td></tr>" for gap in known.gaps
     )
@@ -233,11 +274,14 @@ def finding_article(finding: Finding, more: str = "") -> str:
         ("perhaps", [f"{i}. {clean(cause, 600)}" for i, cause in enumerate(finding.causes[:6], 1)]),
         ("next", [f"- {clean(action, 600)}" for action in finding.actions[:6]]),
     ]
-    items = "".join(
-        f"<dt>{label}</dt><dd>{'<br>'.join(map(escape, texts))}</dd>" for label, texts in rows if any(texts)
-    )
+    items = "".join(f"<dt>{label}</dt><dd>{'<br>'.join(map(_code, texts))}</dd>" for label, texts in rows if any(texts))
     head = f"{text(finding.code, 20)} · {severity} · {text(finding.title, 300)}"
     return f'<article class="{severity}"><h3>{head}</h3><dl>{items}</dl>{_stacks(finding)}{more}</article>'
+
+
+def _code(words: str) -> str:
+    """Return a text as HTML, what stands in backticks as code."""
+    return _BACKTICKS.sub(r"<code>\1</code>", escape(words))
 
 
 def _stacks(finding: Finding) -> str:

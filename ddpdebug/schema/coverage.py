@@ -196,12 +196,6 @@ class Coverage:
         """Tell whether everything was checked that normally is; None while it is too early to say."""
         return not self.missed if self.certain or self.ended else None
 
-    @property
-    def hint(self) -> str:
-        """What the script could tell so that more is looked at, on one line; empty where there is nothing."""
-        gap = self._unvalidated()
-        return "" if gap is None else f"{gap.text}: {gap.action}"
-
     def line(self) -> str:
         """Return the coverage on one line."""
         if missed := self.missed:
@@ -310,7 +304,7 @@ class Coverage:
             yield Gap(part="gradients", weight=Weight.NOTE, text="no gradients were seen")
         if not self.losses:
             text = "no loss was seen"
-            yield Gap(part="other", weight=Weight.NOTE, text=text, action="tell it by ddpdebug.observe(loss=...)")
+            yield Gap(part="other", weight=Weight.NOTE, text=text, action="pass it to ddpdebug.observe(loss=...)")
         if (gap := self._unvalidated()) is not None:
             yield gap
 

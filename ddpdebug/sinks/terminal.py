@@ -180,10 +180,8 @@ class Terminal:
         self._findings[finding.id] = finding
         if known is None:
             if (other := _other_speaker(finding, self._speaks)) is not None:
-                who = f"rank {other} has said while this one could not"
-                self._print(
-                    f"ddpdebug: {who}: {finding.code}, {clean(finding.title, 200)} ({where(finding, self._world)})\n"
-                )
+                what = f"{finding.code}, {clean(finding.title, 200)} ({where(finding, self._world)})"
+                self._print(f"ddpdebug: reported by rank {other}, because rank 0 could not: {what}\n")
                 return
             if finding.code == _UNTIL_IT_MATTERS:
                 self._unsaid.append(finding)
@@ -219,9 +217,7 @@ class Terminal:
         if self._findings and self._directory:
             items.append(f"{self._directory}/findings.jsonl")
         items += ignored_texts({entry: len(ids) for entry, ids in self._summary.ignored.items()})
-        hint = "" if self._summary.coverage is None else self._summary.coverage.hint
-        lines = [*([clean(hint, 300)] if hint else []), SEPARATOR.join(items)]
-        text = "".join(f"ddpdebug: {line}\n" for line in lines)
+        text = f"ddpdebug: {SEPARATOR.join(items)}\n"
         self._print(f"{text}{_RESTORE_TITLE if self._has_title else ''}")
         self._has_title = False
 

@@ -145,7 +145,7 @@ def test_what_hangs_are_told_by(capsys: pytest.CaptureFixture[str], monkeypatch:
     without = "of a hang it is known who is missing, not what was called"
     assert report["off"] == [
         f"collectives: TORCH_FR_BUFFER_SIZE=0 switches it off: {without}",
-        "/proc: it cannot be read: a rank that works is not told from one that sleeps",
+        "/proc: it cannot be read: a rank that works cannot be distinguished from one that sleeps",
         "black box: RuntimeError: what was written to a file in memory could not be read",
     ]
     assert list(Path.cwd().iterdir()) == []
@@ -249,7 +249,7 @@ def test_details(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     short = capsys.readouterr().out
     assert "torch.autograd.backward" not in short
-    assert "everything is there" in short
+    assert "off:" not in short
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,15 +36,20 @@ def _box(folder: Path, look: RankProgress, ended: str = "") -> None:
 
 
 def test_a_run_that_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The black boxes tell what each rank did last, and that it is that; what a job wrote is escaped."""
-    _run(tmp_path, ended="exception: KeyError")
+    """The black boxes say what each rank did last, once; of one that ended well, that; what a job wrote is escaped."""
+    _run(tmp_path, world=4, ended="exception: KeyError")
     calls = (Call(group="g", number=6, operation="all_reduce", location="train.py:41"),)
     for rank in (0, 2):
-        _box(tmp_path, RankProgress(rank=rank, same=9.0, waits=calls, stack=(f"train.py:41 ({_EVIL})",)), "finished")
+        look = RankProgress(rank=rank, same=9.0, waits=calls, stack=(f"train.py:41 ({_EVIL})",))
+        _box(tmp_path, look, "exception: KeyError")
+    _box(tmp_path, RankProgress(rank=3, step=59, phase="backward", stack=("threading.py:1139 (wait)",)), "finished")
     assert main(["stacks", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "has ended (exception: KeyError): what each rank did last" in out
-    assert "ranks 0,2 (has ended" in out
+    assert "has ended (exception: KeyError)" in out
+    assert "ranks 0,2: ended by exception: KeyError" in out
+    assert "rank 3: finished after step 59\n" in out
+    assert "threading.py" not in out
+    assert out.count("did last") == 1
     assert "it waited in all_reduce #6 at train.py:41" in out
     assert "rank 1: nothing is known" in out
     assert "\x1b" not in out

@@ -102,7 +102,7 @@ def test_a_missing_loss_is_said_once(results: dict[str, Any], name: str) -> None
     if name == "nothing":  # there nothing looks at evaluations without a DDP
         assert "no validation loss" not in result["err"]
         return
-    assert result["err"].count("no validation loss was seen in 17 evaluations") == 1
+    assert "no validation loss" not in result["err"]  # it stands in the report
     gaps = json.loads((directory / "run.json").read_text())["coverage"]["gaps"]
     assert [(gap["text"], gap["weight"]) for gap in gaps] == [("no validation loss was seen in 17 evaluations", "note")]
     unchecked = judge_directory(directory, None, "error", require_checks=True).unchecked

@@ -17,9 +17,9 @@ from hypothesis import given, settings, strategies as st
 from ddpdebug.commands import main
 from ddpdebug.disk import Disk
 from ddpdebug.progress.black_box import BlackBox
-from ddpdebug.reports.html import duration, heat_map, lines, timeline
+from ddpdebug.reports.html import duration, heat_map, lines, parting, round_step, timeline
 from ddpdebug.reports.pace import ROWS, SPANS, PaceHistory
-from ddpdebug.reports.page import finding_article, report
+from ddpdebug.reports.page import finding_article, report, worst_first
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
@@ -112,9 +112,11 @@ def test_the_page_has_verdicts_findings_and_charts(tmp_path: Path) -> None:
     """What was found stands above what was measured."""
     write_run(tmp_path)
     text = report(tmp_path)
-    for part in ("differ", "1, 1 severe", "finished", "RANK101 · critical", "layers.0.weight", "a cause", "do this"):
+    for part in ("differ", "1 critical", "finished", "RANK101 · critical", "layers.0.weight", "a cause", "do this"):
         assert part in text
-    assert text.count("<svg") == 6
+    assert text.count("<svg") == 7
+    assert "<h2>What happened</h2>" in text
+    assert "against rank 2" in text
     assert "differ from step 20" in text
     assert "Shape of the curve: <b>healthy</b>, steps 0 to 39." in text
     assert "<td>2</td><td>no outcome: killed, or still running</td><td>20 steps</td>" in text
@@ -124,7 +126,7 @@ def test_what_was_not_checked_is_on_the_page(tmp_path: Path) -> None:
     """A red tile with words and a row with the reason; nothing is said to be checked where nothing tells."""
     directory = tmp_path / "run"
     write_run(directory)
-    assert "nothing says what was looked at" in report(directory)
+    assert "no rank recorded what it checked" in report(directory)
     sink = RunDirectory(tmp_path / "other", 0)
     sink.write(RunStarted(run_id="r", rank=0, world=2, directory=None, config={}, versions={}))
     account = {0: RankCoverage(steps=9)}
@@ -397,3 +399,43 @@ def test_durations_are_told_in_the_unit_that_fits() -> None:
     """To three digits; nothing where nobody knows."""
     found = [duration(seconds) for seconds in (0.0125, 3.14159, 89.0, 186.0, 9000.0, math.nan)]
     assert found == ["12.5 ms", "3.14 s", "89 s", "3.1 min", "2.5 h", ""]
+
+
+def test_the_worst_finding_comes_first() -> None:
+    """Then the earliest; the picture is of that one."""
+    found = [
+        Finding(code="A1", severity=Severity.WARNING, title="t", step=1),
+        Finding(code="A2", severity=Severity.CRITICAL, title="t", step=9),
+        Finding(code="A3", severity=Severity.CRITICAL, title="t", step=20),
+    ]
+    assert [finding.code for finding in worst_first(found)] == ["A2", "A3", "A1"]
+
+
+def test_what_stands_in_backticks_is_code() -> None:
+    """Names and calls in causes, escaped."""
+    finding = Finding(code="A1", severity=Severity.ERROR, title="t", causes=["`set_epoch(<b>)` is missing"])
+    assert "<code>set_epoch(&lt;b&gt;)</code> is missing" in finding_article(finding)
+
+
+@pytest.mark.parametrize(
+    ("least", "step"), [(0.3, 0.5), (1.0, 1.0), (1.2, 2.0), (17.0, 20.0), (60.0, 100.0), (0.0, 1.0), (1e301, 1e301)]
+)
+def test_axes_have_round_numbers(least: float, step: float) -> None:
+    """One, two or five times a power of ten."""
+    assert round_step(least) == pytest.approx(step)
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.0), (0.37, 0.39), (1e-3, 1e5), (3.0, 3.0), (-1e308, 1e308), (-2.0, 7.0)])
+def test_a_chart_is_drawn_of_any_values(values: tuple[float, float]) -> None:
+    """Also of very large, equal and negative ones."""
+    text = lines({"data": list(enumerate(values))}, (0, 1), {}, "")
+    assert 2 <= text.count('class="grid"') <= 13
+
+
+def test_the_picture_shows_who_parted_from_whom() -> None:
+    """A line for each rank; the one that parted is dashed from the step on."""
+    text = parting(3, [[0, 2], [1]], (0, 40), 20, "RANK101", undecided=False)
+    assert text.count("stroke-dasharray") == 1
+    assert "rank 1: parted" in text
+    tie = parting(2, [[0], [1]], (0, 40), 20, "RANK101", undecided=True)
+    assert tie.count("stroke-dasharray") == 2

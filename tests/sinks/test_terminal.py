@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpdebug.schema.coverage import Coverage, RankCoverage
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
+from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 from ddpdebug.sinks.terminal import Terminal
 
 STARTED = RunStarted(
@@ -281,19 +280,6 @@ def summary(
     for record in (started, *records, ended):
         terminal.write(record)
     return stream.writes[-1]
-
-
-def test_a_hint_stands_before_the_last_line() -> None:
-    """Once, at the end, and only where nothing told or showed the validation loss."""
-    stream = Recording()
-    terminal = Terminal(0, stream)
-    for ended in (False, True):
-        known = Coverage(ranks=(RankCoverage(steps=20, evaluations=4),), ended=ended)
-        terminal.write(Covered(coverage=known, say=(), keep=True))
-    terminal.write(FINISHED)
-    hint, last = stream.getvalue().splitlines()
-    assert hint.startswith("ddpdebug: no validation loss was seen in 4 evaluations: ddpdebug.observe(val_loss=...)")
-    assert last.startswith("ddpdebug: no optimizer step")
 
 
 def test_the_last_line_says_what_was_compared() -> None:
@@ -568,7 +554,7 @@ def test_who_speaks_for_rank_0_says_the_end_as_well() -> None:
     over = replace(silent, evidence={**silent.evidence, "ended_after_seconds": 20.6})
     assert told(silent, over, speaks=1).endswith("ddpdebug: the hang at step 5 is over after 21 s: rank 0 went on\n")
     assert told(silent, over) == (
-        "ddpdebug: rank 1 has said while this one could not: HANG501, a rank stopped advancing while others wait"
+        "ddpdebug: reported by rank 1, because rank 0 could not: HANG501, a rank stopped advancing while others wait"
         " (step 5 · rank 0 · data · /home/me/train.py:33)\n"
     )
 

@@ -106,7 +106,9 @@ def _scale(subject: Subject) -> Iterator[Check]:
         yield Check(Status.SKIPPED, "the first layer takes no numbers with fractions, or normalises them itself")
     elif problem is None:
         mean, std = moments(first[1])
-        yield Check(Status.PASS, f"{first[0]} gets values with mean {mean:.3g} and standard deviation {std:.3g}")
+        yield Check(
+            Status.PASS, f"module `{first[0]}` gets inputs with mean {mean:.3g} and standard deviation {std:.3g}"
+        )
     else:
         yield Check(
             Status.WARN,
@@ -120,7 +122,7 @@ def _scale(subject: Subject) -> Iterator[Check]:
 
 def _off_scale(name: str, values: Tensor) -> str | None:
     mean, std = moments(values)
-    what = f"the first layer ({name}) gets values with mean {mean:.4g} and standard deviation {std:.4g}"
+    what = f"the first layer (module `{name}`) gets inputs with mean {mean:.4g} and standard deviation {std:.4g}"
     low, high = float(values.min()), float(values.max())
     if std == 0 and values.numel() > 1:
         return f"{what}: the input is constant"

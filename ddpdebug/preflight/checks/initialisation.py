@@ -88,10 +88,10 @@ def _shares(shares: dict[str, float], name: str, code: str, words: str, causes: 
     if not shares:
         return
     worst = max(shares, key=lambda key: shares[key])
-    bad = shares[worst] > _UNITS
+    bad, most = shares[worst] > _UNITS, f" (the most of {len(shares)} layers)" if len(shares) > 1 else ""
     yield Check(
         Status.WARN if bad else Status.PASS,
-        f"{100 * shares[worst]:.0f} % of the units of {worst} {words}, the most of {len(shares)} layers",
+        f"{100 * shares[worst]:.0f} % of the units of {worst} {words}{most}",
         name=name,
         code=code,
         evidence={key: round(share, 4) for key, share in shares.items()},

@@ -212,7 +212,7 @@ def _computing(step: float, counts: Counts, small: float) -> str:
     if not many:
         return words
     shares = f"{_percent(len(counts.small) / many)} of them under {_time(SMALL)}, with {_percent(small)} of their time"
-    return f"{words}, the middle one {_time(median(counts.seconds))}, {shares}"
+    return f"{words}, median {_time(median(counts.seconds))}, {shares}"
 
 
 def _waiting(data: float | None, share: float | None, workers: int) -> str:
