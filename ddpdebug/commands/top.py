@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
-from collections.abc import Callable
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -47,23 +52,50 @@ def _place(where: str | None) -> Path:
 
 
 def _show(snapshot: object, interval: float | None, look: Callable[[], object]) -> int:
-    from rich.console import Console  # noqa: PLC0415 - not before it is needed
+    from rich.console import Console, Group  # noqa: PLC0415 - not before it is needed
     from rich.live import Live  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
-    from ddpdebug.reports.top.view import view  # noqa: PLC0415
+    from ddpdebug.reports.top.view import COLUMNS, view  # noqa: PLC0415
 
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     if interval is None or not console.is_terminal:
         console.print(view(snapshot, 1_000_000))  # type: ignore[arg-type]  # what the command has loaded
         return 0
+    explained = False
+
+    def shown() -> object:
+        keys = Text("q leaves · ? explains the columns", "dim")
+        rest = [Text(COLUMNS.rstrip(), "dim"), keys] if explained else [keys]
+        return Group(view(snapshot, console.height - (5 if explained else 1)), *rest)  # type: ignore[arg-type]
+
     try:
-        with Live(view(snapshot, console.height), console=console, screen=True, auto_refresh=False) as live:  # type: ignore[arg-type]
-            while True:
-                time.sleep(interval)
-                try:
+        with _keys() as key, Live(shown(), console=console, screen=True, auto_refresh=False) as live:  # type: ignore[arg-type]
+            while (pressed := key(interval)) != "q":
+                explained ^= pressed == "?"
+                with suppress(OSError, ValueError):  # it ended, or is being written: the last view stays
                     snapshot = look()
-                except (OSError, ValueError):
-                    continue  # it ended, or is being written: the last view stays
-                live.update(view(snapshot, console.height), refresh=True)  # type: ignore[arg-type]
+                live.update(shown(), refresh=True)  # type: ignore[arg-type]
     except KeyboardInterrupt:
-        return 0
+        pass
+    return 0
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Read single keys while this lasts: a function that returns the key pressed within so many seconds, or nothing."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def key(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode("ascii", "replace") or "q" if ready else ""  # "q": nobody is there
+
+    try:
+        tty.setcbreak(descriptor)
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

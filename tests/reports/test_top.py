@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +19,7 @@ from rich.console import Console
 
 from ddpdebug.commands import main
 from ddpdebug.reports.top.snapshot import RankView, Snapshot, from_directory, from_url
-from ddpdebug.reports.top.view import view
+from ddpdebug.reports.top.view import sparkline, view
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
@@ -81,7 +85,7 @@ def test_a_run_directory_says_who_is_ill(directory: Path) -> None:
                  "overhead 1 %", "RANK101 critical step 3 · rank 2 ·",
                  "all up", "outvoted: parameters"):  # fmt: skip
         assert part in text
-    assert "last of all, of the newest steps: rank 2 in 100 %" in text
+    assert "slowest of a step, in the newest steps: rank 2 in 100 %" in text
     rows = [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdecimal()]
     assert rows == ["2", "1", "0", "3"]
 
@@ -93,6 +97,7 @@ def test_own_time_waiting_and_cost_fit_into_80_columns(directory: Path) -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False, markup=False, emoji=False)
     console.print(view(snapshot, 40))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
     (head,) = (line for line in lines if line.startswith("rank ") and "own" in line)
     assert head.split() == ["rank", "step", "loss", "norm", "time", "own", "wait", "cost", "host", "state"]
     found = {line.split()[0]: line for line in lines if line.strip()[:1].isdecimal()}
@@ -243,6 +248,10 @@ def test_where_nobody_can_tell_nobody_is_outvoted() -> None:
     text = shown(Snapshot(title="t", world=2, ranks=ranks, differing={"parameters": 2, "buffers": 1}))
     assert "differs, nobody can tell who: parameters" in text
     assert "outvoted: buffers" in text
+    named = Snapshot(title="t", world=2, ranks=ranks, differing={"parameters": 2, "buffers": 2}, blamed={1: "RANK101"})
+    text = shown(named)
+    assert "RANK101: parameters, buffers" in text  # as the finding below says
+    assert "the others differ: parameters" in text
     told = Finding(
         code="RANK101",
         severity=Severity.ERROR,
@@ -324,3 +333,30 @@ def test_a_damaged_wait_is_none(damaged: object, directory: Path) -> None:
     path = directory / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "waiting": damaged}))
     assert from_directory(directory).waiting == ""
+
+
+def test_a_loss_is_a_curve_of_blocks() -> None:
+    """Of the newest steps; any numbers."""
+    assert sparkline([3.0, 2.0, 1.0]) == "█▄▁"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert len(sparkline([-1e308, 1e308] * 40)) == 24
+
+
+@pytest.mark.parametrize("keys", [b"q", b"?q"])
+def test_q_leaves_and_a_question_mark_explains(keys: bytes, directory: Path) -> None:
+    """As people expect in a terminal, which is then as it was."""
+    controller, terminal = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    words = [sys.executable, "-m", "ddpdebug", "top", str(directory), "--interval", "600"]
+    process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environ)
+    os.close(terminal)
+    seen, sent = b"", False
+    with suppress(OSError):  # Linux says so where the other end is closed
+        while data := os.read(controller, 65536):
+            seen += data
+            if b"q leaves" in seen and not sent:
+                sent = True
+                os.write(controller, keys)
+    assert process.wait(60) == 0
+    assert (b"without waiting for other ranks" in seen) is (b"?" in keys)
+    os.close(controller)

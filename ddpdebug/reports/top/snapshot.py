@@ -19,7 +19,7 @@ from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_new
 from ddpdebug.run_directory.segments import segment_paths
 from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
-from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import step_of
@@ -72,6 +72,8 @@ class Snapshot:
     waiting: str = ""  # whom ranks wait for, in words
     hangs: bool = False  # and nobody expects that to end by itself
     waits: Sequence[str] = ()  # who waits for whom now, and for how long, in words
+    blamed: Mapping[int, str] = field(default_factory=dict)  # rank -> code of a finding that names it by its evidence
+    losses: Sequence[float] = ()  # of the newest steps, over the ranks; oldest first
 
     @property
     def missing(self) -> int:
@@ -160,7 +162,23 @@ def from_directory(directory: Path) -> Snapshot:
         unchecked=_unchecked(run.get("coverage")),
         **_waiting(run.get("waiting")),
         waits=[] if run.get("outcome") else _waits(directory, world),
+        blamed=_blamed(findings, world),
+        losses=[fmean(known) for found in steps.values() if (known := _losses(found.values()))],
     )
+
+
+def _losses(rows: Iterable[Row]) -> list[float]:
+    return [row.loss for row in rows if math.isfinite(row.loss)]
+
+
+def _blamed(findings: Iterable[Finding], world: int) -> dict[int, str]:
+    """Return the ranks that a finding names although a vote of the ranks is a tie, and its code."""
+    certain = (
+        finding
+        for finding in findings
+        if finding.severity >= Severity.ERROR and UNDECIDED not in finding.evidence and len(finding.ranks) < world
+    )
+    return {rank: finding.code for finding in certain for rank in finding.ranks}
 
 
 def _waiting(known: object) -> dict[str, Any]:

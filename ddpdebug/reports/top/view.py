@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ _GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yell
 _STALE_SECONDS = 120
 _SLOW = 0.1
 _LASTS = 3
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def view(snapshot: Snapshot, height: int) -> RenderableType:
@@ -23,24 +24,49 @@ def view(snapshot: Snapshot, height: int) -> RenderableType:
     incidents = snapshot.incidents[:5]
     waiting = len(snapshot.waits) or bool(snapshot.waiting)
     last = ", ".join(f"rank {rank.rank} in {_share(rank.last)}" for rank in snapshot.lasts[:_LASTS])
-    room = max(3, height - 6 - len(incidents) - bool(snapshot.damage) - waiting - bool(last))
+    room = max(3, height - 7 - len(incidents) - bool(snapshot.damage) - waiting - bool(last) - bool(snapshot.losses))
     shown = sorted(snapshot.ranks, key=_health)[:room]
-    parts: list[RenderableType] = [Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold"), _verdicts(snapshot)]
+    title = Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold", no_wrap=True, overflow="ellipsis")
+    parts: list[RenderableType] = [title, _verdicts(snapshot)]
     if snapshot.waiting:
         parts.append(Text(clean(snapshot.waiting, 300), _BAD if snapshot.hangs else _WARN))
     if snapshot.unchecked:
         parts.append(Text(clean(snapshot.unchecked, 400), _WARN))
     parts += [Text(clean(words, 300), _WARN) for words in snapshot.waits]
     if last:
-        parts.append(Text(f"last of all, of the newest steps: {last}", _DIM))
+        parts.append(Text(f"slowest of a step, in the newest steps: {last}", _DIM))
+    if len(snapshot.losses) > 1:
+        parts.append(
+            Text(f"loss of the newest steps: {sparkline(snapshot.losses)} {number(snapshot.losses[-1])}", _DIM)
+        )
     parts.append(_ranks(snapshot, shown))
     if (hidden := len(snapshot.ranks) - len(shown)) > 0:
         parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))
     if snapshot.damage:
         parts.append(Text(f"damaged: {clean('; '.join(snapshot.damage), 200)}", _BAD))
     for code, severity, text in incidents:
-        parts.append(Text.assemble((f"{clean(code, 12)} ", "bold"), f"{clean(severity, 10)} ", clean(text, 200)))
+        about = (f"{clean(code, 12)} ", "bold"), f"{clean(severity, 10)} ", clean(text, 200)
+        parts.append(Text.assemble(*about, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
+
+
+#: What stands in the columns, for who asks by `?`.
+COLUMNS = """\
+step  newest optimizer step       time  of a step, and of that:
+loss  of that step                own   without waiting for other ranks
+norm  of its gradients            wait  waiting for other ranks
+host  memory of the process       cost  what steps would be shorter without it
+"""
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """Return a curve of blocks, one for each of the newest values."""
+    shown = list(values)[-width:]
+    low, high = min(shown), max(shown)
+    span = high / 2 - low / 2  # halves: a difference may be beyond the largest number
+    return "".join(
+        _BLOCKS[int((value / 2 - low / 2) / span * (len(_BLOCKS) - 1)) if span > 0 else 0] for value in shown
+    )
 
 
 def _health(rank: RankView) -> tuple[int, float, int]:
@@ -65,8 +91,8 @@ def _verdicts(snapshot: Snapshot) -> Text:
         _tile(
             "gradients in sync", "gradients differ", "gradients" not in apart, known="gradients" in snapshot.differing
         ),
-        _tile("finite", "NaN or Inf", not any(rank.nonfinite for rank in snapshot.ranks)),
-        _tile("no straggler", slow, not late),
+        *([("NaN or Inf", _BAD)] if any(rank.nonfinite for rank in snapshot.ranks) else []),
+        *([(slow, _BAD)] if late else []),
         (f"overhead {percent(snapshot.overhead)}" if math.isfinite(snapshot.overhead) else "overhead ?", _DIM),
         (f"last step {_seconds(age)} ago", _BAD if age > _STALE_SECONDS and not finished else _DIM),
     ]
@@ -105,7 +131,7 @@ def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
             _bytes(rank.host),
             *([_bytes(rank.device)] if device else []),
         ]
-        table.add_row(*cells, _state(rank, snapshot.undecided))
+        table.add_row(*cells, _state(rank, snapshot))
     return table
 
 
@@ -113,11 +139,14 @@ def _share(value: float) -> str:
     return "" if math.isnan(value) else "<1 %" if 0 < value < 0.01 else f"{100 * value:.0f} %"
 
 
-def _state(rank: RankView, undecided: Collection[str]) -> Text:
-    if alone := [what for what in rank.outvoted if what not in undecided]:
+def _state(rank: RankView, snapshot: Snapshot) -> Text:
+    if alone := [what for what in rank.outvoted if what not in snapshot.undecided]:
         return Text(f"outvoted: {', '.join(alone)}", _BAD)
     if rank.outvoted:
-        return Text(f"differs, nobody can tell who: {', '.join(rank.outvoted)}", _BAD)
+        named = snapshot.blamed.get(
+            rank.rank, "the others differ" if snapshot.blamed else "differs, nobody can tell who"
+        )
+        return Text(f"{named}: {', '.join(rank.outvoted)}", _WARN if named == "the others differ" else _BAD)
     if rank.nonfinite:
         return Text("NaN or Inf", _BAD)
     if rank.ended:
