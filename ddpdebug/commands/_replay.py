@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.commands._progress import progress
 from ddpdebug.commands._replay_request import Request
 from ddpdebug.commands._target import plain_console
 from ddpdebug.errors import UsageError, did_you_mean
@@ -64,8 +65,9 @@ def run(request: Request) -> int:
     def once(part: ForwardCapture) -> Trace:
         return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None)
 
-    trace = once(capture)
-    shrunk = shrink(capture, trace, once) if request.shrink else None
+    with progress(f"replaying {request.bundle}"):
+        trace = once(capture)
+        shrunk = shrink(capture, trace, once) if request.shrink else None
     _show(request, bundle, trace, shrunk, notes)
     if request.json is not None:
         _write(request, bundle, trace, shrunk, notes)

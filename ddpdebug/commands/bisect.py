@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ddpdebug.ci.bisect_probe import GOOD, SKIP, Plan, probe
+from ddpdebug.commands._progress import progress
 from ddpdebug.commands._target import TargetCommand, click_option, target_of
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import UsageError
@@ -67,12 +68,14 @@ def _act(root: Path, prefix: str, good: str, bad: str, what: tuple[list[str], in
 def _ends(plan: Plan, tree: Path, good: str, bad: str) -> Plan:
     """Check both ends, and return the plan with what is bad about the bad one."""
     _say("checking both ends")
-    found = probe(plan, tree, bad)
+    with progress("bisect: the commit of --bad"):
+        found = probe(plan, tree, bad)
     if found["code"] in {0, 2}:
         raise UsageError(f"the commit of --bad, {bad[:12]}, is not bad: its verdict is {clean(found['verdict'])}")
     plan = plan.against(found)
     _git("checkout", "--quiet", "--detach", good, cwd=tree)
-    found = probe(plan, tree, good)
+    with progress("bisect: the commit of --good"):
+        found = probe(plan, tree, good)
     if found["answer"] != GOOD:
         raise UsageError(f"the commit of --good, {good[:12]}, is not good: its verdict is {clean(found['verdict'])}")
     return plan
@@ -84,9 +87,10 @@ def _search(plan: Plan, tree: Path, good: str, bad: str) -> int:
     _git("bisect", "start", bad, good, cwd=tree)
     # -P: the folder of the commit must not shadow ddpdebug
     probing = [sys.executable, "-P", "-m", "ddpdebug.ci.bisect_probe", str(file)]
-    subprocess.run(  # noqa: S603 - our own words
-        [*_GIT, "bisect", "run", *probing], cwd=tree, env=_environ(), check=False, stdout=subprocess.DEVNULL
-    )
+    with progress("bisect: testing commits"):
+        subprocess.run(  # noqa: S603 - our own words
+            [*_GIT, "bisect", "run", *probing], cwd=tree, env=_environ(), check=False, stdout=subprocess.DEVNULL
+        )
     goods = _git("for-each-ref", "--format=%(objectname)", "refs/bisect/good-*", cwd=tree).split()
     first = _git("rev-parse", "refs/bisect/bad", cwd=tree)
     left = _git("rev-list", first, "--not", *goods, cwd=tree).split()

@@ -15,6 +15,7 @@ import click
 
 from ddpdebug.ci.json_junit import to_json
 from ddpdebug.ci.verdict import Outcome, Verdict, Word, judge
+from ddpdebug.commands._progress import progress
 from ddpdebug.commands._target import load_factory, split_factory
 from ddpdebug.errors import UsageError, essence
 from ddpdebug.printing import say
@@ -61,7 +62,8 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         words += ["--steps", str(options["steps"]), "--device", options["device"]]
         command = torchrun_words(world, words, failures)
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
-        status = supervise(command, environ, options["timeout"], RUN_ID)
+        with progress(f"comparing {world} ranks with one process"):
+            status = supervise(command, environ, options["timeout"], RUN_ID)
         told = {rank: _read(results / f"{rank}.json") for rank in range(world)}
         statuses = {int(rank): int(code) for rank, code in _read(failures).items()} if status else {}
     usage = next((fact["usage"] for fact in told.values() if "usage" in fact), None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ddpdebug.commands._progress import progress
 from ddpdebug.config import parsing as kinds
 from ddpdebug.errors import UsageError
 
@@ -147,9 +148,10 @@ def _import(directories: list[Path], store: Any) -> int:
     failed = 0
     for directory in directories:
         try:
-            with closing(Mirror(directory)) as mirror:
+            with progress(f"importing {directory}"), closing(Mirror(directory)) as mirror:
                 copy_run(store, mirror, "import", at=mirror.changed)
-                print(f"{directory}: {mirror.key}")
+                key = mirror.key
+            print(f"{directory}: {key}")
         except (OSError, ValueError, NotWantedError, SQLAlchemyError) as error:
             failed = 1
             reason = str(getattr(error, "orig", None) or error)

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ddpdebug.clock import time
+from ddpdebug.commands._progress import progress
 from ddpdebug.commands._target import TargetCommand, click_option, load_factory, prepare, split_factory
 from ddpdebug.config.settings import Config, options, to_flags
 from ddpdebug.errors import TargetError, UsageError
@@ -192,7 +193,8 @@ def _examine(subject: Any, config: Config, groups: Sequence[str] | None, note: s
 
     internals.claim_process()  # the script has been stopped
     start = time.monotonic()
-    checks = examine(subject, groups)
+    with progress("preflight") as now:
+        checks = examine(subject, groups, lambda group: now(f"preflight: {group}"))
     print(f"ddpdebug: preflight: {clean(note)}; examined in {time.monotonic() - start:.1f} s", flush=True)
     print(_lines(checks), end="", flush=True)
     if config.out is not None:

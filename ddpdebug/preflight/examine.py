@@ -21,8 +21,13 @@ from ddpdebug.preflight.subject import Subject
 _SECONDS = 60.0
 
 
-def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check]:
+def examine(
+    subject: Subject, groups: Sequence[str] | None = None, begins: Callable[[str], None] = lambda _: None
+) -> list[Check]:
     """Return what the checks of the groups say, or of all groups; one that raises is skipped and says why.
+
+    Args:
+        begins: called with the name of a group before its checks.
 
     Raises:
         UsageError: this process is one of several ranks that somebody trains with.
@@ -37,6 +42,7 @@ def examine(subject: Subject, groups: Sequence[str] | None = None) -> list[Check
     with internals.one_rank():
         for group in GROUPS:
             if group in wanted:
+                begins(group)
                 checks += _guarded(group, subject)
     return checks
 

@@ -309,8 +309,14 @@ def _figures(finding: Finding, world: int | None) -> list[str]:
     }
     observed = plain.pop("observed", None)
     told = [clean(observed, _MAX_LINE)] if isinstance(observed, str) else []
-    simple = (_simple(key, value) for key, value in plain.items())
+    first = sorted(plain.items(), key=lambda item: 0 if item[0] == "operation" else 1 if _is_table(item[1]) else 2)
+    simple = (_simple(key, value) for key, value in first)
     return [*errors, *told, *found, *filter(None, simple)][:_MAX_FIGURES]
+
+
+def _is_table(value: object) -> bool:
+    """Return whether a value is of each rank, or of tensors: these say more than single numbers."""
+    return _is_by_rank(value) or (isinstance(value, list) and any(map(_is_tensor, value)))
 
 
 def _simple(key: str, value: Any) -> str:
@@ -323,6 +329,8 @@ def _simple(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         inner = next((one for one in value.values() if isinstance(one, Mapping)), value)
         return _value(_first_two(inner))
+    if isinstance(value, list) and value and _is_tensor(value[0]):
+        return f"{label}: {_value(value[0])}"
     if isinstance(value, list | tuple):
         plain = all(isinstance(item, str | int | float) for item in value)
         return f"{label} {_figure(key, value)}" if plain and 0 < len(value) <= _MAX_LISTED else ""
