@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ddpdebug.clock import time
+from ddpdebug.isolation.background import Thread
 from ddpdebug.printing import write
 
 #: What takes less is not worth a line.
@@ -38,8 +39,7 @@ def progress(words: str) -> Iterator[Callable[[str], None]]:
             with suppress(OSError, ValueError):
                 write(stream, _CLEAR_LINE)
 
-    thread = threading.Thread(target=show, name="ddpdebug-progress", daemon=True)
-    thread.start()
+    thread = Thread("ddpdebug-progress", show)
     try:
         yield lambda text: shown.__setitem__(0, text)
     finally:

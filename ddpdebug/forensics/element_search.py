@@ -181,7 +181,8 @@ def _compare(search: _Search) -> dict[str, Any] | None:
     flat = search.chunk * search.chunk_size + position // width
     found = {"flat_index": flat, "values": values, "element_of": search.plan.name, "values_at_step": search.taken_at}
     if len(patterns) == 2 and _is_alone(search, position, width):
-        bits = flipped_bits(*patterns, search.copy.dtype)
+        one, other = patterns
+        bits = flipped_bits(one, other, search.copy.dtype)
         found |= {"flipped_bits": bits, "dtype": str(search.copy.dtype).removeprefix("torch.")} if bits else {}
     return found
 

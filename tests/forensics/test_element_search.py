@@ -50,7 +50,7 @@ def test_a_flipped_bit_is_named(bit: int, dtype: torch.dtype) -> None:
 
 def test_a_flip_of_a_high_bit_is_seen_steps_later() -> None:
     """The steps in between have changed the value that is right, and nothing of the one that is very large."""
-    weight, other = flipped(30)
+    weight, other = flipped(30, at=5000)
     weight -= 0.01
     other -= 0.01
     assert found(weight, other)["flipped_bits"] == [30]
