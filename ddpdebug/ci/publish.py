@@ -199,7 +199,7 @@ def _outcome(record: Mapping[str, Any]) -> Outcome | None:
 # --- telling --------------------------------------------------------------------------------------------------------
 
 
-def publish(  # noqa: PLR0913 - what is judged, and where it goes
+def publish(
     verdict: Verdict,
     config: Config,
     directory: Path | None,
