@@ -34,6 +34,7 @@ def flags(watch: OptimizerWatch) -> Flag:
         if ddp is not None:
             found |= Flag(0) if internals.broadcasts_buffers(ddp) else Flag.BUFFERS_NOT_BROADCAST
             found |= Flag.IN_JOIN if internals.in_join(ddp) else Flag(0)
+    found |= Flag.HALF_REDUCTION if watch.halved else Flag(0)
     return found | (Flag.SHARDED_STATE if watch.sharded() else Flag(0))
 
 

@@ -91,6 +91,7 @@ class OptimizerWatch:
         self.table: tuple[tuple[str, torch.Tensor, bool, Wrapper | None], ...] = ()
         self.wrappers: list[Wrapper] = []  # the owners, each once
         self.on_cpu = True
+        self.halved = False  # some gradients have 16 bits, and so has the bucket in which DDP reduces them
         self.slots: dict[int, int] = {}  # id -> checksum slot: that of its DDP where one has it
         self.after: list[int] | None = None  # digests that the previous step left, if that step was checked
         self.after_step = -1
@@ -176,6 +177,7 @@ class OptimizerWatch:
         self.owned = [owned for _, _, owned, _ in table]
         self.owners = [owner for _, _, _, owner in table]
         self.on_cpu = all([p.device.type == "cpu" for p in self.params])
+        self.halved = any([owned and p.element_size() <= 2 for _, p, owned, _ in table])
         self.wrappers = list({id(owner): owner for owner in self.owners if owner is not None}.values())
         # a table has each name once, so that it may call a parameter otherwise than its DDP, whose turns they are
         self.slots = {
