@@ -14,10 +14,15 @@ from ddpdebug.schema.row import Flag
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
 _USUAL: dict[str, Any] = {"w": {"exp_avg": "a", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
 _ODD: dict[str, Any] = {"w": {"exp_avg": "f", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
+_PARTED: dict[str, Any] = {"state_digest": 5, "params_after_digest": 6}
+_OWNED: dict[int, Any] = {rank: {f"{rank}.weight": {"momentum": "a"}} for rank in range(4)}
 
 
 class OptimizerStateDiffers(ComparisonRule):
-    """The optimizer's state (momentum, second moments, step counters) differs between ranks after a step.
+    """The optimizer's state (momentum, second moments, step counters) differs between ranks, and so does what it made.
+
+    State from which the ranks come to equal parameters is each rank's own on purpose: an optimizer that keeps or splits it
+    over the ranks, and gathers what it has updated (Muon, Shampoo). Neither is state that a rank does not have at all.
 
     Impact: equal gradients become unequal updates for as long as the state differs, so the parameters part too.
 
@@ -44,13 +49,16 @@ class OptimizerStateDiffers(ComparisonRule):
     of_several = True
     wants = ("state",)
     fires_on = Examples(
-        lambda: step_at(22, odd={2: {"state_digest": 5}}, state=ranks(4, _USUAL, {2: _ODD})),
-        lambda: step_at(1, world=2, odd={1: {"state_digest": 5, "flags": Flag.STATE_CHANGED_OUTSIDE}}),
+        lambda: step_at(22, odd={2: _PARTED}, state=ranks(4, _USUAL, {2: _ODD})),
+        lambda: step_at(1, world=2, odd={1: {**_PARTED, "flags": Flag.STATE_CHANGED_OUTSIDE}}),
     )
     silent_on = Examples(
         lambda: steps(3),
         lambda: step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),
-        lambda: step_at(2, flags=Flag.LOCAL_ONLY, odd={1: {"state_digest": 5}}),
+        lambda: step_at(2, flags=Flag.LOCAL_ONLY, odd={1: _PARTED}),
+        lambda: step_at(2, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),  # gathered: equal parameters
+        lambda: (step_at(2, odd={1: {"state_digest": 5}}), step_at(3, odd={1: _PARTED})),  # ... and once not: RANK101
+        lambda: step_at(0, odd={rank: {**_PARTED, "state_digest": 5 + rank} for rank in range(4)}, state=_OWNED),
     )
 
     last_state = True
@@ -59,13 +67,15 @@ class OptimizerStateDiffers(ComparisonRule):
         super().__init__(config)
         self._agreed: dict[int, int] = {}  # optimizer -> newest step that left equal state
         self._changed: dict[int, tuple[int, ...]] = {}
+        self._own: set[int] = set()  # optimizers whose ranks have come to equal parameters from different state
 
     @property
     def awake(self) -> bool:
         return any(self._changed.values())
 
     def rank_classes(self, step: Step) -> RankClasses | None:
-        return classes_of(step, "state_digest", on_purpose=_ON_PURPOSE)
+        classes = classes_of(step, "state_digest", on_purpose=_ON_PURPOSE)
+        return None if classes and (step.optimizer in self._own or _made_alike(step)) else classes
 
     def is_new_event(self, step: Step) -> bool:
         changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
@@ -79,8 +89,10 @@ class OptimizerStateDiffers(ComparisonRule):
         return not alone or cause.code in {"RANK105", "RANK112"}
 
     def remember(self, step: Step, classes: RankClasses | None) -> None:
-        if not classes and step.known("state_digest"):
+        if step.agrees("state_digest"):
             self._agreed[step.optimizer] = step.step
+        if "state_digest" in step.differing and _made_alike(step) and any(step.columns["lr"]):
+            self._own.add(step.optimizer)
         self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
 
     def report(self, step: Step, classes: RankClasses) -> Findings:
@@ -88,7 +100,9 @@ class OptimizerStateDiffers(ComparisonRule):
         flat = {rank: _flat(states) for rank, states in told.items()}
         if step.all(Flag.NO_DDP) and len({frozenset(states) for states in told.values()}) > 1:
             return  # different models on purpose
-        names = differing_names(flat)
+        names = [name for name in differing_names(flat) if all(name in states for states in flat.values())]
+        if not names and len(flat) == len(step.rows):
+            return  # each of them has its owner
         tolerance = self.config.get("tolerance")
         norms = {rank: states[""] for rank, states in told.items() if "" in states}
         if tolerance and (not names or agree_within(float(tolerance), norms, names)):
@@ -105,6 +119,11 @@ class OptimizerStateDiffers(ComparisonRule):
             subject=tuple(names[:MAX_NAMES]),
             evidence=evidence,
         )
+
+
+def _made_alike(step: Step) -> bool:
+    """Whether the step has left equal parameters on all ranks."""
+    return step.agrees("params_after_digest") and "foreign_params_digest" not in step.differing
 
 
 def _flat(states: Mapping[str, Mapping[str, str | float]]) -> dict[str, str | float]:
