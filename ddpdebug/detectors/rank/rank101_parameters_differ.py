@@ -162,8 +162,8 @@ class ParametersDiffer(ComparisonRule):
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
         # Who changed parameters between two steps did so whatever else is wrong, unless the steps are not the same, or
-        # what was written is NaN on one rank, which names it.
-        return "changed_on" not in finding.evidence or cause.code in {"NUM304", "RANK105", "RANK112"}
+        # nothing ties the ranks together, or what was written is NaN on one rank, which names it.
+        return "changed_on" not in finding.evidence or cause.code in {"NUM304", "RANK105", "RANK112", "SYNC208"}
 
     def remember(self, step: Step, classes: RankClasses | None) -> None:
         if classes is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Examples, Step, Verdict
+from ddpdebug.detectors.kinds import Examples, Finding, Severity, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
@@ -16,6 +17,8 @@ _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"w": str(rank)}} f
 
 class NoSynchronisation(GradientRule):
     """Several ranks run the training script, no DistributedDataParallel exists, and the gradients differ.
+
+    Ranks that have settings of their own as well (a population, a search) are taken to train apart on purpose: a warning.
 
     Impact: the job is as many independent trainings as there are ranks. Each sees its own share of the data, and
     only the copy that is saved survives.
@@ -41,6 +44,7 @@ class NoSynchronisation(GradientRule):
     fires_on = Examples(
         lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),
         lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP),
+        lambda: step_at(0, odd={rank: {**_ODD[rank], "hyper_digest": 5 + rank} for rank in range(4)}, flags=Flag.NO_DDP),
     )
     silent_on = Examples(
         lambda: step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),  # averaged by hand
@@ -60,3 +64,7 @@ class NoSynchronisation(GradientRule):
         if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)):
             return None
         return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})
+
+    def word(self, step: Step, verdict: Verdict) -> Finding:
+        found = super().word(step, verdict)
+        return replace(found, severity=Severity.WARNING) if "hyper_digest" in step.differing else found
