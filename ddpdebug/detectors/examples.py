@@ -108,19 +108,21 @@ def growing(
     *,
     declared: int | None = 0,
     holders: Mapping[int, Any] | None = None,
+    limit: int = 0,
 ) -> tuple[Any, ...]:
     """Return steps of two ranks in which a field of the rows follows the step.
 
     Args:
         declared: growth that the user has declared; None is without a number.
         holders: the `holders` details.
+        limit: bytes that the host and the device have; 0 is not known.
     """
     buffer = {rank: [{"what": "buffer", "bytes": declared}] for rank in range(2)}
     facts = {} if declared == 0 else {"growth": buffer}
     told = {topic: Facts(topic=topic, values=values).values for topic, values in facts.items()}
     found = []
     for number in range(count):
-        fields: dict[str, Any] = {field: value(number)}
+        fields: dict[str, Any] = {field: value(number), "host_limit_bytes": limit, "device_limit_bytes": limit}
         if holders is not None:
             fields["holders"] = holders
         found.append(replace(step_at(number, world=2, **fields), facts=told))

@@ -40,13 +40,17 @@ class _Scale:
     first: int = 0
     filled: int = 0
 
-    def add(self, step: int, value: int) -> bool:
-        """Add a value in bytes; return whether that completes a block."""
+    def add(self, step: int, value: int, *, by_steps: bool) -> bool:
+        """Add a value in bytes; return whether that completes a block.
+
+        Args:
+            by_steps: so many steps are enough, however few of them were watched.
+        """
         if self.lowest is None:
             self.lowest, self.first, self.filled = value, step, 0
         self.lowest = min(self.lowest, value)
         self.filled += 1
-        if self.filled < self.size:
+        if self.filled < self.size and not (by_steps and step - self.first >= self.size):
             return False
         self.minima.append((self.first, self.lowest))
         self.lowest = None
@@ -64,14 +68,13 @@ class _Scale:
         enough = grown >= max(self.least, self.rule.memory_growth_share * values[-1])
         if not enough or min(rises) < self.rule.memory_steady * mean:
             return None
-        return Trend(per_step=mean / self.size, grown=grown, since=minima[0][0])
+        return Trend(per_step=grown / (minima[-1][0] - minima[0][0]), grown=grown, since=minima[0][0])
 
     def stopped(self, trend: Trend) -> bool:
         """Whether the last two blocks no longer follow a trend."""
-        values = [value for _, value in list(self.minima)[-3:]]
-        return len(values) == 3 and max(values[2] - values[1], values[1] - values[0]) < (
-            self.rule.memory_stopped * trend.per_step * self.size
-        )
+        newest = list(self.minima)[-3:]
+        rises = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(newest)]
+        return len(rises) == 2 and max(rises) < self.rule.memory_stopped * trend.per_step
 
 
 class Growth:
@@ -103,12 +106,14 @@ class Growth:
         base = self._base = value if self._base is None else min(self._base, value)
         value -= min(declared, value - base)
         for scale in self._scales:
-            if not scale.add(step, value):
+            goes_on = self._found is not None and self._found[1] is scale
+            if not scale.add(step, value, by_steps=goes_on):
                 continue
             if self._found is None and (trend := scale.trend(self._blocks)) is not None:
                 self._found = trend, scale
-            elif self._found is not None and self._found[1] is scale and scale.stopped(self._found[0]):
+            elif self._found is not None and goes_on and scale.stopped(self._found[0]):
                 self._found = None
+                scale.minima.clear()
 
 
 def declared_bytes(step: Step, rank: int) -> int:
@@ -205,12 +210,18 @@ class GrowthRule(TrendRule):
         "share of the growth that a holder must hold to explain it",
         source="chosen: tensors may be the smaller part of what an object keeps",
     )
+    memory_threat = Threshold(
+        20,
+        "times as long as growth has lasted, within which it would reach the limit, or it is told when the run ends",
+        source="chosen: what has grown for one step in twenty of the way; a cache that fills stops long before",
+    )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._growth: dict[tuple[str, int], Growth] = {}
         self._since: dict[str, int] = {}  # series -> the step that first showed a trend
         self._told: set[str] = set()
+        self._held: dict[str, Holder] = {}  # series -> who was found to hold what grows
         self._last: Step | None = None
 
     def can_show(self, step: Step) -> bool:
@@ -218,14 +229,17 @@ class GrowthRule(TrendRule):
 
     def suspects(self, step: Step) -> bool:
         searched = {series.name for series in self.series if series.searched}
-        return step.optimizer == 0 and bool(searched & self._since.keys() - self._told)
+        return step.optimizer == 0 and bool(searched & self._since.keys() - self._told - self._held.keys())
 
     def detect(self, step: Step) -> Findings:
         for series in self.series if step.optimizer == 0 else ():
             yield from self._told_of(series, step)
 
     def _told_of(self, series: Series, step: Step) -> Findings:
-        """The finding about ranks that grow, once it is known who holds what has grown, or has been waited for."""
+        """The finding about ranks that grow, once that threatens and who holds it is known, or has been waited for.
+
+        What fills a cache looks like a leak until it ends: where the limit is far, only the end of the run can say.
+        """
         self._last = step
         if step.chosen:  # one that grows for long uses most in the end, and is there from then on
             self._growth = {k: growth for k, growth in self._growth.items() if k[0] != series.name or k[1] in step.rows}
@@ -235,13 +249,26 @@ class GrowthRule(TrendRule):
             growth.add(step.step, getattr(row, series.field), declared_bytes(step, rank))
         if not (ranks := self._ranks(series, step)):
             self._since.pop(series.name, None)
+            self._held.pop(series.name, None)
             self._told.discard(series.name)
             return
         first = self._since.setdefault(series.name, step.step)
-        answered = bool(step.answers(Holders)) or not series.searched
-        if series.name in self._told or answered or step.step - first >= self.memory_patience:
+        if series.searched and (held := best_holder(step, graphs=False)) is not None:
+            self._held[series.name] = held[1]
+        answered = not series.searched or series.name in self._held or bool(step.answers(Holders))
+        waited = answered or step.step - first >= self.memory_patience
+        if series.name in self._told or (waited and self._threatens(series, step, ranks)):
             self._told.add(series.name)
             yield self._report(series, step, ranks)
+
+    def _threatens(self, series: Series, step: Step, ranks: Sequence[int]) -> bool:
+        """Whether some rank comes to its limit, where one is known, before long."""
+        for rank in ranks:
+            trend, row = self._trend(series, rank), step.rows[rank]
+            limit, far = getattr(row, series.limit), self.memory_threat * (step.step - trend.since) * trend.per_step
+            if not limit or limit - getattr(row, series.field) <= far:
+                return True
+        return False
 
     def finish(self) -> Findings:
         for series in self.series:
@@ -264,18 +291,18 @@ class GrowthRule(TrendRule):
         if limit:
             left = max(0, limit - value) / trend.per_step
             evidence |= {"limit": size_text(limit), "exhausted_at_step": step.step + round(left)}
-        held = best_holder(step, graphs=False) if series.searched else None
-        if held is not None and held[1].bytes >= self.memory_held * trend.grown:
-            evidence["holder"] = f"{holder_text(held[1])} holds {size_text(held[1].bytes)} in tensors"
+        held = self._held.get(series.name)
+        if held is not None and held.bytes >= self.memory_held * trend.grown:
+            evidence["holder"] = f"{holder_text(held)} holds {size_text(held.bytes)} in tensors"
         else:
             held = None
         return self.finding(
             step,
             step=trend.since,
             ranks=tuple(ranks),
-            subject=(held[1].name if held is not None else self.subject(series, step),),
+            subject=(held.name if held is not None else self.subject(series, step),),
             phase=series.name,
-            location=held[1].location if held is not None else self.place_of(series, step),
+            location=held.location if held is not None else self.place_of(series, step),
             evidence=evidence,
         )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.kinds import Examples, Severity, Step, Threshold
-from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
+from ddpdebug.detectors.mem.growth import GIB, MIB, GrowthRule, Series
 from ddpdebug.schema.announcements import Loader
 
 
 class HostMemoryGrowth(GrowthRule):
     """The private memory of a rank's process, or of its DataLoader workers, rises steadily: in six blocks of steps.
+
+    It is told while it goes on once it would reach the limit within twenty times as long as it has lasted, else when the
+    run ends with it: until then it may be a cache that fills.
 
     Impact: the kernel kills a process of the job without a Python traceback (exit by signal 9), often a loader worker.
 
@@ -46,8 +49,10 @@ class HostMemoryGrowth(GrowthRule):
     fires_on = Examples(
         lambda: growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 70, holders=holders("seen")),
         lambda: growing("workers_bytes", lambda step: 100 * MIB + MIB * step, 70),
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + MIB * step, 120, limit=2 * GIB),
     )
     silent_on = Examples(
+        lambda: growing("host_private_bytes", lambda step: 300 * MIB + MIB * min(step, 160), 200, limit=24 * GIB),
         lambda: growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 40), 90),
         lambda: growing("host_private_bytes", lambda step: 300 * MIB + 3 * MIB * min(step, 24) + MIB // 30 * step, 90),
         lambda: growing(
