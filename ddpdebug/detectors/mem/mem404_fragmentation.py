@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
 from ddpdebug.schema.row import Row
 
 
 class Fragmentation(StreakRule):
-    """The caching allocator keeps much more than live tensors used at their peak, much of it in pieces between them.
+    """The caching allocator keeps much more than live tensors used at their peak, in pieces that others had to do without.
+
+    While no allocation has had to empty the cache first, what is reserved does no harm.
 
     Impact: out of memory while gigabytes are free inside the allocator, or slow steps from cache flushes and retries.
 
@@ -35,11 +37,6 @@ class Fragmentation(StreakRule):
     severity = Severity.WARNING
     title = "far more memory is reserved than allocated"
     reads = ("device_reserved_bytes",)
-    fragmentation_bytes = Threshold(
-        512,
-        "MiB reserved beyond the largest amount ever allocated",
-        source="the allocator rounds large requests up to 2 MiB and keeps segments of 20 MiB: below, a gap is ordinary",
-    )
     fragmentation_inactive = Threshold(
         0.1,
         "free pieces of segments in use, as a share of what is reserved: these cannot be given back",
@@ -47,33 +44,23 @@ class Fragmentation(StreakRule):
     )
     fragmentation_share = Threshold(
         0.2,
-        "the gap of `fragmentation_bytes` as a share of what is reserved",
-        source="chosen: as `fragmentation_bytes` on a large device",
+        "what is reserved beyond the largest amount ever allocated, as a share of what is reserved",
+        source="chosen: rounding and cached segments stay below",
     )
     fragmentation_steps = enough = Threshold(
         20, "steps in a row that show it", source="chosen: a few long batches in a row are no habit"
     )
     fires_on = Examples(
-        lambda: steps(
-            30,
-            device_allocated_bytes=9 * GIB,
-            device_peak_bytes=12 * GIB,
-            device_reserved_bytes=20 * GIB,
-            device_inactive_bytes=5 * GIB,
-        ),
-        lambda: steps(
-            30,
-            odd={2: {"device_peak_bytes": 2 * GIB, "device_reserved_bytes": 4 * GIB, "device_inactive_bytes": GIB}},
-            device_peak_bytes=2 * GIB,
-            device_reserved_bytes=2 * GIB,
-        ),
+        lambda: _fragmented(retries=2, allocated=9, peak=12, reserved=20, inactive=5),
+        lambda: _fragmented(retries=1, allocated=1, peak=2, reserved=4, inactive=1, ranks=(2,)),
     )
     silent_on = Examples(
         lambda: steps(
             30, device_allocated_bytes=GIB, device_peak_bytes=12 * GIB, device_reserved_bytes=13 * GIB
         ),  # caching
         lambda: steps(30, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=64 * MIB),
-        lambda: steps(19, device_peak_bytes=12 * GIB, device_reserved_bytes=20 * GIB, device_inactive_bytes=5 * GIB),
+        lambda: _fragmented(retries=2, count=19, allocated=9, peak=12, reserved=20, inactive=5),
+        lambda: _fragmented(retries=0, allocated=20, peak=21, reserved=27, inactive=3),  # on a card with room
         lambda: steps(30),
     )
 
@@ -89,7 +76,7 @@ class Fragmentation(StreakRule):
         for rank, row in step.rows.items():
             if row.device_reserved_bytes:
                 self._retries.setdefault(rank, row.device_retries)
-        return {rank: self._fragmented(row) for rank, row in step.rows.items()}
+        return {rank: self._fragmented(rank, row) for rank, row in step.rows.items()}
 
     def report(self, step: Step, streaks: Mapping[int, Streak]) -> Findings:
         worst = max(streaks, key=lambda rank: _gap(step.rows[rank]))
@@ -108,11 +95,19 @@ class Fragmentation(StreakRule):
             },
         )
 
-    def _fragmented(self, row: Row) -> bool:
+    def _fragmented(self, rank: int, row: Row) -> bool:
         reserved = row.device_reserved_bytes
-        least = max(self.fragmentation_share * reserved, MIB * self.fragmentation_bytes)
-        return _gap(row) >= least and row.device_inactive_bytes >= self.fragmentation_inactive * reserved
+        waste = _gap(row) >= self.fragmentation_share * reserved
+        pieces = row.device_inactive_bytes >= self.fragmentation_inactive * reserved > 0
+        return waste and pieces and row.device_retries > self._retries[rank]
 
 
 def _gap(row: Row) -> int:
     return row.device_reserved_bytes - row.device_peak_bytes
+
+
+def _fragmented(*, retries: int, count: int = 30, ranks: Sequence[int] = range(4), **gib: int) -> tuple[Step, ...]:
+    """Return steps of ranks that hold so many GiB, and have emptied the cache so often since the first step."""
+    held = {f"device_{name}_bytes": size * GIB for name, size in gib.items()}
+    first = {rank: {"device_reserved_bytes": GIB} for rank in ranks}
+    return step_at(0, odd=first), *steps(count, start=1, odd=dict.fromkeys(ranks, {**held, "device_retries": retries}))
