@@ -318,7 +318,8 @@ class Layers:
             past.clear()
         past.append((inputs, fired))
         any_time = torch.stack([own for _, own in past]).any(0)
-        return {"zero_units": self._keep(1 - any_time.float().mean()), "inputs": sum(n for n, _ in past)}
+        dead = self._keep(1 - any_time.float().mean())
+        return {"zero_units": dead, "inputs": sum(n for n, _ in past), "units": fired.numel()}
 
     def forget(self) -> None:
         """Let go of a forward that is over, or that raised."""

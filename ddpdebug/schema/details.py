@@ -359,6 +359,7 @@ class LayerActivation(Struct):
         default=None, metadata=ABSENT
     )  # share of units that were 0 for all inputs of the last samples
     inputs: int | None = field(default=None, metadata=ABSENT)  # how many those were
+    units: int | None = field(default=None, metadata=ABSENT)  # how many there are
     hidden: bool = False  # other weights follow
 
 

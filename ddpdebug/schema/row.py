@@ -45,7 +45,9 @@ class Flag(IntFlag):
         1048576  # ... and it approximates (PowerSGD, quantisation): its checksum cannot be held to a bound
     )
     BUFFERS_NOT_BROADCAST = 2097152  # broadcast_buffers=False
-    HALF_REDUCTION = 4194304  # the reduction travels in 16 bits (gradients of no more, a hook), or may (an unknown hook)
+    HALF_REDUCTION = (
+        4194304  # the reduction travels in 16 bits (gradients of no more, a hook), or may (an unknown hook)
+    )
     CLOSURE = 8388608  # the optimizer evaluates a closure itself (LBFGS)
     FORWARD_NONFINITE = 1 << 24  # a module returned NaN or +Inf that was not its habit; -Inf alone is a mask
     INPUT_NONFINITE = 1 << 25  # an argument of the model's forward held NaN or Inf (an additive mask does not count)

@@ -152,6 +152,29 @@ def test_a_tape_is_the_loss(capture: Capture, loss_of: Callable[[nn.Module], tor
     compare(subject, 1, loss_of)
 
 
+class _ByFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        inner = self.linear
+        self.through = lambda x: self.drop(inner(x))
+        self.by_default = lambda x, layer=self.linear: layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.through(x) + self.by_default(x)
+
+
+def test_a_copy_runs_its_own_modules() -> None:
+    """Also those that the model reaches through closures and defaults of functions that it holds."""
+    model = _ByFunctions()
+    twin = copied(model).eval()
+    x = torch.ones(1, 4)
+    assert torch.equal(twin(x), twin(x))
+    twin(x).sum().backward()
+    assert model.linear.weight.grad is None
+    assert model.drop.training
+
+
 def test_the_optimizer_is_made_anew(capture: Capture) -> None:
     """Of the same class and settings, for a copy of the model, without state."""
     subject = captured(capture, lambda: train(plain))

@@ -105,6 +105,7 @@ SAME_INPUT = [(torch.ones_like(x), y) for x, y in batches()]
     [
         ({}, Status.PASS, "memorised"),
         ({"optimizer_for": None}, Status.PASS, "Adam, 0.01: memorised"),
+        ({"optimizer_for": sgd(0.0)}, Status.PASS, "Adam, 0.01: memorised"),  # the loop sets its rate by hand
         ({"model": network(nn.Dropout(0.6), nn.ReLU())}, Status.PASS, "memorised"),
         ({"loss_of": noisy, "optimizer_for": adam(0.01)}, Status.PASS, "memorised"),
         ({"batches": HALF, "optimizer_for": adam(0.03)}, Status.PASS, "memorised"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ddpdebug.detectors.hlth.samples import LayerRule, activation, least_of, sampled, sites
 from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 
@@ -42,15 +44,27 @@ class DeadUnits(LayerRule):
         source="Amazon SageMaker Debugger's built-in rule DeadRelu: threshold_layer 50 %; largest seen in healthy "
         "scripts of the corpus: 0.46 (deep and narrow)",
     )
+    dead_errors = Threshold(
+        2,
+        "standard errors of a half that the share must be above a half as well where it was so from the beginning",
+        source="inputs with a mean make a unit positive or negative for all of them by the sign of its weights: of a "
+        "narrow layer more than 60 % are dead by chance",
+    )
     fires_on = Examples(
         lambda: sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.7 if i > 3 else 0.4, units=16)}),
         lambda: sampled(9, modules=lambda i: {"fc2 (input)": activation("relu", zero_units=1.0 if i > 3 else 0.1)}),
     )
     silent_on = Examples(
         lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero=0.9, zero_units=0.3)}),  # sparse, not dead
         lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8, inputs=32)}),  # too few inputs
+        lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.7, units=16)}),  # too few units
         lambda: sampled(9, modules=lambda i: {"act": activation("relu", zero_units=0.8 if i % 3 == 0 else 0.1)}),
     )
+
+    def __init__(self, config: Fields | None = None) -> None:
+        super().__init__(config)
+        self._first: dict[str, float] = {}  # activation -> share of dead units when it was first judged
 
     def judge(self, step: Step) -> Fields | None:
         found = {}
@@ -58,7 +72,11 @@ class DeadUnits(LayerRule):
         for path, ranks in seen.items():
             least = least_of(ranks, lambda about: about.zero_units)
             inputs = sum(about.inputs or 0 for about in ranks)
-            if least is not None and inputs >= self.dead_inputs and least >= self.dead_share:
-                about = ranks[0]
+            about = ranks[0]
+            if least is None or inputs < self.dead_inputs:
+                continue
+            chance = self.dead_errors * 0.5 / math.sqrt(about.units) if about.units else 0.0
+            died = self._first.setdefault(path, least) < self.dead_share
+            if least >= (self.dead_share if died else max(self.dead_share, 0.5 + chance)):
                 found[path] = {"dead_units": least, "inputs": inputs, "zeros": about.zero, "mean": about.mean}
         return found if seen else None

@@ -10,8 +10,8 @@ from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
 class MemoryGrowth(GrowthRule):
     """Allocated device memory at the end of the step rises steadily: by about as much in six blocks of steps in a row.
 
-    It is told while it goes on once it would reach the limit within twenty times as long as it has lasted, else when the
-    run ends with it: until then it may be a cache that fills.
+    It is told while it goes on once it would reach the limit within twenty times as long as it has lasted, else when
+    the run ends with it: until then it may be a cache that fills.
 
     Impact: the run ends in an out-of-memory error at about the projected step, typically hours after the cause.
 

@@ -11,7 +11,7 @@ from ddpdebug.schema.row import Row
 
 
 class Fragmentation(StreakRule):
-    """The caching allocator keeps much more than live tensors used at their peak, in pieces that others had to do without.
+    """The caching allocator keeps much more than live tensors used at their peak, in pieces that others had to miss.
 
     While no allocation has had to empty the cache first, what is reserved does no harm.
 
@@ -110,4 +110,6 @@ def _fragmented(*, retries: int, count: int = 30, ranks: Sequence[int] = range(4
     """Return steps of ranks that hold so many GiB, and have emptied the cache so often since the first step."""
     held = {f"device_{name}_bytes": size * GIB for name, size in gib.items()}
     first = {rank: {"device_reserved_bytes": GIB} for rank in ranks}
-    return step_at(0, odd=first), *steps(count, start=1, odd=dict.fromkeys(ranks, {**held, "device_retries": retries}))
+    return step_at(0, odd=first), *steps(
+        count, start=1, odd={rank: {**held, "device_retries": retries} for rank in ranks}
+    )

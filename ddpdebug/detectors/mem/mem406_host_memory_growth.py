@@ -11,8 +11,8 @@ from ddpdebug.schema.announcements import Loader
 class HostMemoryGrowth(GrowthRule):
     """The private memory of a rank's process, or of its DataLoader workers, rises steadily: in six blocks of steps.
 
-    It is told while it goes on once it would reach the limit within twenty times as long as it has lasted, else when the
-    run ends with it: until then it may be a cache that fills.
+    It is told while it goes on once it would reach the limit within twenty times as long as it has lasted, else when
+    the run ends with it: until then it may be a cache that fills.
 
     Impact: the kernel kills a process of the job without a Python traceback (exit by signal 9), often a loader worker.
 

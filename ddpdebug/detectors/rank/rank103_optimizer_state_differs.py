@@ -21,8 +21,8 @@ _OWNED: dict[int, Any] = {rank: {f"{rank}.weight": {"momentum": "a"}} for rank i
 class OptimizerStateDiffers(ComparisonRule):
     """The optimizer's state (momentum, second moments, step counters) differs between ranks, and so does what it made.
 
-    State from which the ranks come to equal parameters is each rank's own on purpose: an optimizer that keeps or splits it
-    over the ranks, and gathers what it has updated (Muon, Shampoo). Neither is state that a rank does not have at all.
+    State from which the ranks come to equal parameters is each rank's own on purpose: an optimizer that splits it over
+    the ranks, and gathers what it has updated (Muon, Shampoo). So is state that a rank does not have at all.
 
     Impact: equal gradients become unequal updates for as long as the state differs, so the parameters part too.
 

@@ -115,6 +115,10 @@ class SlowdownOverTime(PaceRule):
         0.5, "share of that phase's ratio by which the rest of the step may be slower as well",
         source="measured: beside other jobs all phases are slower by about the same ratio",
     )  # fmt: skip
+    slowdown_slice = Threshold(
+        0.01, "seconds by which communication alone may grow where nothing computes more",
+        source="a time slice: ranks that share processors wake up late, and steps of 10 ms then take 12",
+    )  # fmt: skip
 
     fires_on = Examples(
         lambda: job(480, more=lambda step, rank, phase: 0.02 * (phase == "forward" and step >= 260)),
@@ -230,9 +234,10 @@ class SlowdownOverTime(PaceRule):
         computes = base.cpu > 0 and after.cpu - base.cpu >= self.slowdown_phase * (after.seconds - base.seconds)
         phase = max(change, key=lambda phase: change[phase])
         whole = max(after.seconds - base.seconds, sum(change.values()))
-        machine = not computes and not self._alone(phase, change, base, whole)
+        woken_late = phase == _COMMUNICATION and change[phase] < self.slowdown_slice
+        machine = not computes and (woken_late or not self._alone(phase, change, base, whole))
         if machine:
-            evidence["machine"] = "all phases are slower and compute no more: the whole machine is slower"
+            evidence["machine"] = "the steps compute no more: the whole machine is slower"
         return self.finding(
             step,
             step=begun,

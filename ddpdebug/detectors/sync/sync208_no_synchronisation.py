@@ -18,7 +18,7 @@ _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"w": str(rank)}} f
 class NoSynchronisation(GradientRule):
     """Several ranks run the training script, no DistributedDataParallel exists, and the gradients differ.
 
-    Ranks that have settings of their own as well (a population, a search) are taken to train apart on purpose: a warning.
+    Ranks that have settings of their own as well (a population, a search) train apart on purpose: that is a warning.
 
     Impact: the job is as many independent trainings as there are ranks. Each sees its own share of the data, and
     only the copy that is saved survives.
@@ -44,7 +44,9 @@ class NoSynchronisation(GradientRule):
     fires_on = Examples(
         lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),
         lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP),
-        lambda: step_at(0, odd={rank: {**_ODD[rank], "hyper_digest": 5 + rank} for rank in range(4)}, flags=Flag.NO_DDP),
+        lambda: step_at(
+            0, odd={rank: {**_ODD[rank], "hyper_digest": 5 + rank} for rank in range(4)}, flags=Flag.NO_DDP
+        ),
     )
     silent_on = Examples(
         lambda: step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),  # averaged by hand

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +50,41 @@ def copied(model: nn.Module) -> nn.Module:
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()  # deepcopy refuses what has a graph
+    functions = [(f, _rebuilt(f)) for module in model.modules() for f in _functions(vars(module))]
+    memo |= {id(function): own for function, own in functions}
     twin = copy.deepcopy(model, memo)
+    for function, own in functions:
+        _bind(own, function, memo)
     for parameter in twin.parameters():
         parameter.grad = None
     for module in twin.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _LocalBatchNorm  # type: ignore[assignment]  # the same state, computed alone
     return twin
+
+
+def _functions(attributes: Mapping[str, Any]) -> Iterator[types.FunctionType]:
+    """Yield the functions in attributes, and in containers there (hooks), that hold on to objects of their own."""
+    for value in attributes.values():
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from (f for f in inside if isinstance(f, types.FunctionType) and (f.__closure__ or f.__defaults__))
+
+
+def _rebuilt(function: types.FunctionType) -> types.FunctionType:
+    """Return the same function with cells of its own, which are still empty."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    own.__dict__.update(function.__dict__)
+    return own
+
+
+def _bind(own: types.FunctionType, function: types.FunctionType, memo: Mapping[int, Any]) -> None:
+    """Let a function reach the copies of what the one it was made from reaches: deepcopy leaves functions alone."""
+    for cell, original in zip(own.__closure__ or (), function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing was assigned yet
+            cell.cell_contents = memo.get(id(original.cell_contents), original.cell_contents)
+    own.__defaults__ = tuple(memo.get(id(value), value) for value in function.__defaults__ or ()) or None
+    own.__kwdefaults__ = {key: memo.get(id(value), value) for key, value in (function.__kwdefaults__ or {}).items()}
 
 
 def optimizer_maker(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> OptimizerFor | None:
