@@ -454,8 +454,6 @@ class Recorder:
     def _finish(self, watch: OptimizerWatch, record: StepRecord) -> None:
         state = self._state
         self._bus.emit(events.StepClosing(watch, record))
-        for wrapper in watch.wrappers:
-            wrapper.pending = None
         record.fields |= self._numbers()
         losses = state.since.parts[Losses]
         self._shares = losses.settle(self._shares)  # not before: with a closure, the step runs the last backward

@@ -394,6 +394,7 @@ class EvalForwards(Struct):
     """Training forwards in which modules were in eval mode."""
 
     modules: tuple[str, ...] = ()
+    part: str | None = field(default=None, metadata=ABSENT)  # that they are in, where the model is in train mode
     location: str | None = None
 
 

@@ -55,7 +55,7 @@ class Flag(IntFlag):
     STEP_NONFINITE = 1 << 27  # parameters or state are NaN or Inf after a step with finite gradients
     NEAR_OVERFLOW = 1 << 28  # a 16-bit output or gradient above half of what its dtype can hold
     GUARD_SKIPPED = 1 << 29  # the numeric guard did not let this step happen
-    EVAL_MODE = 1 << 30  # the model was in eval mode in every forward that trained
+    EVAL_MODE = 1 << 30  # the model, or a part that trains, was in eval mode in every forward that trained
     GRADS_CARRIED = 1 << 31  # gradients of this step were added to those that its optimizer had used before
     GRADS_DISCARDED = 1 << 32  # gradients of a backward were cleared before any optimizer had stepped
     STEPPED_TWICE = 1 << 33  # since another optimizer stepped some of the same parameters no backward has come

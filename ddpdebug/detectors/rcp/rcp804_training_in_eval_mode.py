@@ -13,6 +13,12 @@ from ddpdebug.schema.row import Flag
 
 _EVAL: dict[int, Any] = {r: {"modes": {"modules": ["drop", "bn1"], "location": "train.py:40"}} for r in range(4)}
 
+_OF_A_PART = (
+    "a pretrained part that its loading function (`from_pretrained`) returns in eval mode",
+    "`eval()` called on that part alone, to look at its features, without `train()` afterwards",
+    "a new model around it: a module is made in train mode, and leaves what it is given as it is",
+)
+
 
 class TrainingInEvalMode(StepHabit):
     """The forwards that train ran in eval mode, although the model holds modules whose behaviour depends on it.
@@ -21,8 +27,8 @@ class TrainingInEvalMode(StepHabit):
     missing and statistics go stale.
 
     Diagnosis: list `[n for n, m in model.named_modules() if not m.training]` at the named step and see since when:
-    from step 0, or from the first evaluation on. A frozen backbone held in eval mode on purpose, with no trainable
-    parameter inside, is fine.
+    from step 0, or from the first evaluation on. A part is named where all of it trains and drops something, while the
+    model is in train mode; one with a frozen parameter inside, or a single module, is held in eval mode on purpose.
 
     Causes:
     - `model.eval()` in the evaluation function without `model.train()` afterwards
@@ -57,4 +63,14 @@ class TrainingInEvalMode(StepHabit):
 
     def describe(self, about: EvalForwards) -> dict[str, Any] | None:
         evidence = {"modules_in_eval_mode": len(about.modules)}
-        return {"subject": about.modules[:MAX_NAMES], "location": about.location, "evidence": evidence}
+        if about.part is None:
+            return {"subject": about.modules[:MAX_NAMES], "location": about.location, "evidence": evidence}
+        title = "a part of the model that trains runs in eval mode"
+        subject = (about.part, *about.modules[: MAX_NAMES - 1])
+        return {
+            "title": title,
+            "subject": subject,
+            "location": about.location,
+            "evidence": evidence,
+            "causes": _OF_A_PART,
+        }

@@ -19,6 +19,9 @@ OF_OTHER_DATA = 2
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+#: Modules of a model in train mode that are looked at in a forward.
+_LOOKED_AT = 64
+
 _Known = list[tuple[str, weakref.ref[nn.Module]]]
 
 
@@ -50,10 +53,11 @@ def _changes(module: nn.Module) -> bool:
 
 
 class InEval(NamedTuple):
-    """Modules of a model in eval mode that behave by their mode."""
+    """Modules in eval mode that behave by their mode: of a model, or of a part of one that is in train mode."""
 
     names: list[str]  # of those in eval mode
-    mixed: bool  # some are in train mode
+    mixed: bool  # some are in train mode, and nothing says that this was not chosen
+    part: str | None = None  # the path of the part
 
 
 class Modes:
@@ -61,6 +65,7 @@ class Modes:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[nn.Module], _Known]] = {}
+        self._parts: dict[int, tuple[list[str], InEval | None]] = {}  # what was said of these modules of a root
 
     def of(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return a model's modules that the mode changes."""
@@ -71,11 +76,24 @@ class Modes:
         return [(name, module) for name, ref in known[1] if (module := ref()) is not None]
 
     def in_eval(self, root: nn.Module) -> InEval | None:
-        """Return the modes of the modules that the mode changes, None where the model is in train mode."""
-        if root.training:
-            return None
+        """Return the modes of the modules that the mode changes, None where all train, or some by choice do not."""
         found = self.of(root)
+        if root.training:
+            return self._part_in_eval(root, found)
         return InEval([name for name, module in found if not module.training], any([m.training for _, m in found]))
+
+    def _part_in_eval(self, root: nn.Module, found: Sequence[tuple[str, nn.Module]]) -> InEval | None:
+        """Return the modules that drop something in a part that is in eval mode as a whole, although all of it trains.
+
+        Of a part that holds frozen parameters, and of single modules, somebody has chosen the mode.
+        """
+        still = [name for name, module in found[:_LOOKED_AT] if not module.training and not isinstance(module, _NORMS)]
+        if not still:
+            return None
+        known = self._parts.get(id(root))
+        if known is None or known[0] != still:
+            known = self._parts[id(root)] = (still, _part_of(root, still))
+        return known[1]
 
     def evaluates_in_train(self, root: nn.Module) -> bool:
         """Tell whether a forward without gradients depends on chance, or changes running statistics.
@@ -85,6 +103,17 @@ class Modes:
         if not root.training:
             return False
         return any([m.training and getattr(m, "momentum", 0) is not None for _, m in self.of(root)])
+
+
+def _part_of(root: nn.Module, still: Sequence[str]) -> InEval | None:
+    table = dict(internals.named_modules(root))
+    for name in still:
+        paths = [path for path in _parents(name) if path and path in table and not table[path].training]
+        trains = [p.requires_grad for p in internals.parameters(table[paths[-1]])] if paths else []
+        if trains and all(trains):
+            inside = [other for other in still if other.startswith(paths[-1] + ".")]
+            return InEval(inside, mixed=False, part=paths[-1])
+    return None
 
 
 def has_input_with_gradient(tensors: Sequence[torch.Tensor]) -> bool:

@@ -113,7 +113,8 @@ class _Loop:
 
     trained: int = 0  # forwards with gradients
     eval_modules: list[str] = field(default_factory=list)
-    in_eval: int = 0  # of these, with the model in eval mode
+    eval_part: str | None = None  # that holds all of these, where the model is in train mode
+    in_eval: int = 0  # forwards, of these, with the model or a part in eval mode
     mode_flags: int = 0  # what these say of the modules
     location: str | None = None
     input_gradient: bool = False
@@ -314,7 +315,7 @@ class Recipe:
         if modes is not None:
             loop.in_eval += 1
             if modes.names:
-                loop.eval_modules, loop.location = modes.names, user_location()
+                loop.eval_modules, loop.eval_part, loop.location = modes.names, modes.part, user_location()
             if modes.mixed or not modes.names:
                 loop.mode_flags |= Flag.MODES_MIXED if modes.mixed else Flag.MODE_CHANGES_NOTHING
         loop.input_gradient |= has_input_with_gradient(tensors())
@@ -575,7 +576,8 @@ class Recipe:
         detail = shown.recipe
         if loop.in_eval and loop.in_eval == loop.trained and loop.lines:
             flags |= Flag.EVAL_MODE | loop.mode_flags
-            detail["modes"] = EvalForwards(modules=tuple(loop.eval_modules[:_MAX_NAMES]), location=loop.location)
+            names = tuple(loop.eval_modules[:_MAX_NAMES])
+            detail["modes"] = EvalForwards(modules=names, part=loop.eval_part, location=loop.location)
         if event.closure:
             self._closure, self._evaluated = weakref.ref(optimizer), None
         else:
