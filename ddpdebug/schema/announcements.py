@@ -786,6 +786,7 @@ class UnusedSchedule(Announcement):
     length: int | None = None  # calls until its rate is at its lowest, of one that was stepped
     left: float = 0.0  # of the rate then, as a share of what it begins with
     passes: int = 0  # backward passes, where the run came to its end
+    begins_again: bool = False  # it is at its start, and its optimizer has come with `steps` behind it
     location: str | None = None  # where it is stepped
 
 

@@ -429,6 +429,7 @@ class Accumulation(Struct):
     micro_batches: int
     location: str | None = None
     loss: str | None = None  # the loss function, as in the graph: "MseLoss"
+    divided_by: float | None = field(default=None, metadata=ABSENT)  # a number of which one factor is too many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class Flag(IntFlag):
     CLIPPED_SCALED = 1 << 34  # clipping saw gradients that still carried the loss scale
     SCHEDULED_OFTEN = 1 << 35  # one scheduler was stepped several times since the optimizer step before
     SCHEDULED_ELSEWHERE = 1 << 36  # the learning rate was set where this optimizer does not read it
-    MEANS_ADDED = 1 << 37  # each of several backward passes was given the mean of a loss as it was
+    MEANS_ADDED = 1 << 37  # each of several backward passes was given the mean of a loss as it was, or divided twice
     SINGLE_CLASS = 1 << 38  # all class labels of the step's losses were the same
     VAL_LOSS_SEEN = 1 << 39  # nobody has told `val_loss`: it was seen in an evaluation of the script
     LAST_STATE = 1 << 40  # not a step: what this rank's last step has left, read in full when the run ended

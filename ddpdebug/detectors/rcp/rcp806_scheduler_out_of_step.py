@@ -44,6 +44,19 @@ _LATE: Fields = {
     ),
     "actions": ("call `scheduler.step()` after each `optimizer.step()`, or give the schedule the number of epochs",),
 }
+_AGAIN: Fields = {
+    "title": "the schedule begins again although the optimizer goes on",
+    "phase": "resume",
+    "causes": (
+        "a resume that loads model and optimizer, and not the scheduler",
+        "the scheduler is made after the checkpoint was loaded, so that what was loaded into it is gone",
+        "intended: another schedule for a second stage, with the optimizer's state kept",
+    ),
+    "actions": (
+        "save `scheduler.state_dict()` in the checkpoint, and load it after the scheduler has been made",
+        "or make the scheduler with `last_epoch=` the number of calls that it had",
+    ),
+}
 #: What these are told is no total.
 _BY_FACTOR = frozenset({"StepLR", "MultiStepLR", "ExponentialLR"})
 
@@ -91,6 +104,11 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         "steps of an optimizer whose scheduler nothing has stepped, from which on it was forgotten",
         source="chosen: a run that is shorter may end before the first epoch does",
     )
+    schedule_resumed_steps = Threshold(
+        8,
+        "steps that an optimizer comes with, from which on its schedule must have moved as well",
+        source="chosen: a checkpoint is not written earlier; one from the first epoch may have a schedule of epochs",
+    )
     schedule_per_batch = Threshold(
         0.9,
         "calls of a schedule for each optimizer step, from which on it is stepped per batch",
@@ -122,6 +140,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         source="the last batch of an epoch may be dropped in the one count and not in the other",
     )
     fires_on = Examples(
+        lambda: Facts(topic="alone:schedule", values={0: {"class": "LambdaLR", "steps": 50, "begins_again": True}}),
         lambda: _used(40, 40, 6),
         lambda: _used(300, 300, 80, left=0.01, **{"class": "MultiStepLR"}),
         lambda: _used(4000, 4000, 90, **{"class": "StepLR"}),
@@ -131,6 +150,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 40}}),
     )
     silent_on = Examples(
+        lambda: Facts(topic="alone:schedule", values={0: {"class": "LambdaLR", "steps": 3, "begins_again": True}}),
         lambda: steps(6),
         lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 39}}),
         lambda: steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
@@ -155,6 +175,8 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         return {"subject": (about.class_name,), "location": about.location, "evidence": evidence}
 
     def judge(self, fact: UnusedSchedule) -> Fields | None:
+        if fact.begins_again:
+            return self._again(fact)
         if not fact.calls:
             return self._never(fact)
         if fact.length is None or not fact.steps:
@@ -176,6 +198,12 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         step = fact.length if found is _EARLY else 0
         about = {"severity": Severity.WARNING, "step": step, "last_step": fact.step, "subject": (fact.class_name,)}
         return {**found, **about, "evidence": evidence}
+
+    def _again(self, fact: UnusedSchedule) -> Fields | None:
+        if fact.steps < self.schedule_resumed_steps:
+            return None
+        evidence = {"steps_of_the_optimizer": fact.steps, "calls_of_the_schedule": 0}
+        return {**_AGAIN, "severity": Severity.WARNING, "subject": (fact.class_name,), "evidence": evidence}
 
     def _never(self, fact: UnusedSchedule) -> Fields | None:
         if fact.steps < self.schedule_unused_steps:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Examples, Severity
 from ddpdebug.detectors.rcp.habits import WindowHabit
+from ddpdebug.schema.details import Accumulation
 from ddpdebug.schema.row import Flag
+
+_TWICE = (
+    "the loop divides the loss by the accumulation steps, and so does the library's `backward` (Accelerate, a trainer)",
+    "two layers of the loop divide: the function that makes the loss and the one that calls backward",
+)
+_ONCE = ("divide by the number of micro-batches once: leave it to the library, or to the loop",)
 
 
 class AccumulationNotScaled(WindowHabit):
-    """The gradient at the step is the sum over micro-batches of mean losses, and nothing divides it.
+    """The gradient at the step is the sum over micro-batches of mean losses, and nothing divides it, or two things do.
 
     Impact: a sum over K micro-batches is K times the mean: SGD takes K times the step, clipping acts always; Adam
     hides the factor except through eps and clipping. A mean of means gives tokens in short micro-batches too much
@@ -43,6 +52,11 @@ class AccumulationNotScaled(WindowHabit):
         lambda: steps(
             4,
             flags=Flag.MEANS_ADDED,
+            recipe={r: {"accumulation": {"micro_batches": 8, "divided_by": 64.0}} for r in range(4)},
+        ),
+        lambda: steps(
+            4,
+            flags=Flag.MEANS_ADDED,
             recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
         ),
         lambda: (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
@@ -57,3 +71,9 @@ class AccumulationNotScaled(WindowHabit):
             ),
         )
     )
+
+    def describe(self, about: Accumulation) -> dict[str, Any] | None:
+        fields = super().describe(about)
+        if about.divided_by is None or fields is None:
+            return fields
+        return {**fields, "title": "gradient accumulation is scaled twice", "causes": _TWICE, "actions": _ONCE}

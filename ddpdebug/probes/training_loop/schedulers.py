@@ -95,8 +95,11 @@ class Schedules:
         """Return the entries `scheduler` and `elsewhere` of the step's details, as far as there is something."""
         number = self._count(optimizer)
         found: dict[str, Any] = {}
+        steps = 0 if number else steps_of(optimizer)  # before its first step here: of a run that is gone on with
         for calls in self._living():
             scheduler = calls.scheduler()
+            if steps and calls.optimizer == id(optimizer) and not calls.part and is_at_its_start(scheduler):
+                self._paces.append(UnusedSchedule(class_name=type(scheduler).__name__, steps=steps, begins_again=True))
             if getattr(scheduler, "optimizer", None) is optimizer and calls.pending > 1:
                 found["scheduler"] = ScheduledOften(
                     class_name=type(scheduler).__name__,
@@ -224,6 +227,22 @@ def _used(name: str, calls: Calls, steps: int) -> UnusedSchedule:
         left=calls.left,
         location=calls.location,
     )
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps an optimizer's state says that it has taken, where that can be read without waiting."""
+    for held in internals.state(optimizer).values():
+        step = held.get("step")
+        if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.numel() == 1:
+            return int(step)
+        if isinstance(step, int | float):
+            return int(step)
+    return 0
+
+
+def is_at_its_start(scheduler: Any) -> bool:
+    """Tell whether one of torch's schedules has not moved since it was made."""
+    return bool(vars(scheduler).get("last_epoch") == 0)
 
 
 def length_of(scheduler: Any) -> int | None:

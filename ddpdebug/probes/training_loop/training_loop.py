@@ -38,6 +38,7 @@ from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import (
     Term,
+    divided_by,
     facts,
     gist,
     is_mean,
@@ -123,9 +124,17 @@ class _Loop:
     given: set[int] = field(default_factory=set)  # where that is in memory
     lines: list[str | None] = field(default_factory=list)  # that called backward
     unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
+    divisors: list[float] = field(default_factory=list)  # numbers that other means were divided by
     scale: float | None = None  # that the gradients carry
     clip: str | None = None  # the line that clipped scaled gradients
     touched: bool = False  # gradients were clipped or unscaled
+
+    def note_scale(self, found: Sequence[Term], root: torch.Tensor, *, by_scaler: bool) -> None:
+        """Note by what the mean of a loss was divided on its way into backward."""
+        self.unscaled += [name_of(term) for term in found if not term.scaled and is_mean(term)][:1]
+        if len(found) == 1 and found[0].scaled and is_mean(found[0]):
+            product, whole = divided_by(root, found[0], by_scaler=by_scaler)
+            self.divisors += [product] if whole else []
 
 
 @dataclass(slots=True)
@@ -465,9 +474,8 @@ class Recipe:
         root, scaled = roots[0], self._calls.is_scaled
         scale = self._calls.known_scale() if scaled else None
         found = terms(root, by_scaler=scaled)
-        plain = [name_of(term) for term in found if not term.scaled and is_mean(term)]
         if "probe:recipe" not in self._guard.off:  # which begins a new list with each step
-            loop.unscaled += plain[:1]
+            loop.note_scale(found, root, by_scaler=scaled)
         for term in found:
             for fact in facts(term):
                 self._tell_once(fact, line)
@@ -620,6 +628,10 @@ class Recipe:
             flags |= Flag.MEANS_ADDED
             added = Accumulation(micro_batches=number, location=loop.lines[0], loss=loop.unscaled[0])
             detail["accumulation"] = added
+        square = float(number * number)  # of two, a fourth is more often a weight
+        if number > 2 and len(loop.divisors) == number and all([math.isclose(d, square) for d in loop.divisors]):
+            flags |= Flag.MEANS_ADDED
+            detail["accumulation"] = Accumulation(micro_batches=number, location=loop.lines[0], divided_by=square)
         if (twice := self._twice(optimizer)) is not None:
             flags |= Flag.STEPPED_TWICE
             detail["twice"] = twice
