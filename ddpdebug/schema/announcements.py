@@ -655,6 +655,20 @@ class MissingParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MovedParameters(Announcement):
+    """Parameters that need no gradient, got none, and that a step has changed; see training_loop/frozen_moves.py."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["moved"] = "moved"
+    names: tuple[str, ...] = ()  # the first ones
+    number: int = 0  # of all
+    location: str | None = None  # of the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
     """What is frozen as an optimizer steps: how much of what it was built to train, the output layer, all but norms."""
 
@@ -932,6 +946,7 @@ TOPICS = _by_topic(
         InitialLoss,
         LabelCounts,
         MissingParameters,
+        MovedParameters,
         FrozenParameters,
         DetachedParameters,
         UnregisteredParameters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
-from ddpdebug.schema.announcements import MissingParameters
+from ddpdebug.schema.announcements import MissingParameters, MovedParameters
 
 _FACT = {
     "kind": "missing",
@@ -15,10 +15,25 @@ _FACT = {
     "share": 0.1,
     "orphans": ["a parameter of shape (10, 64)"],
 }
+_MOVED: Fields = {
+    "title": "the optimizer moves parameters that need no gradient",
+    "phase": "frozen",
+    "causes": (
+        "frozen by `requires_grad_(False)` in training, and `zero_grad(set_to_none=False)` leaves a gradient of zeros",
+        "gradients that are views of one flat buffer, or are set to zeros by hand, never become None",
+        "gradients that were left from before the freezing are used in every step",
+    ),
+    "actions": (
+        "set `p.grad = None` for what is frozen, or take it out: build a new optimizer over what trains",
+        "clear with `zero_grad()`, whose default sets gradients to None",
+    ),
+}
 
 
 class StaleOptimizer(EventRule):
-    """Parameters in the optimizer's groups are not among those of the model that is trained, by identity.
+    """Parameters in the optimizer's groups are not among those of the model that is trained, or are frozen there.
+
+    A frozen one moves where a gradient is left to it: zeroed it is still one, and momentum and weight decay go on.
 
     Impact: the optimizer updates orphans while their replacements stay as they are; memory is held for both.
 
@@ -43,8 +58,9 @@ class StaleOptimizer(EventRule):
     code = "RCP811"
     severity = Severity.ERROR
     title = "the optimizer holds parameters that the model no longer uses"
-    events = ("audit:missing",)
+    events = ("audit:missing", "audit:moved")
     fires_on = Examples(
+        lambda: Facts(topic="alone:audit", values={0: {"kind": "moved", "step": 30, "names": ["body.w"], "number": 1}}),
         lambda: Facts(topic="alone:audit", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), Facts(topic="alone:audit", values={1: {**_FACT, "missing": ["a", "b"], "number": 2}})),
     )
@@ -54,7 +70,9 @@ class StaleOptimizer(EventRule):
         lambda: Facts(topic="alone:audit", values={0: {**_FACT, "kind": "frozen"}}),
     )
 
-    def judge(self, fact: MissingParameters) -> Fields | None:
+    def judge(self, fact: MissingParameters | MovedParameters) -> Fields | None:
+        if isinstance(fact, MovedParameters):
+            return {**_MOVED, "subject": fact.names[:MAX_NAMES], "evidence": {"parameters": fact.number}}
         if not fact.orphans:
             return None
         evidence = {"held_instead": list(fact.orphans), "parameters_in_no_optimizer": fact.number}

@@ -34,6 +34,7 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
+from ddpdebug.probes.training_loop.frozen_moves import FrozenMoves
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import (
@@ -63,6 +64,7 @@ from ddpdebug.schema.announcements import (
     DropoutCall,
     LossBroadcast,
     LossInput,
+    MovedParameters,
     TargetRange,
     TrainModeValidation,
     UnregisteredParameters,
@@ -218,7 +220,7 @@ class Recipe:
         self.clearing = Clearing(self._threads.alone, state.is_given_up)
         self.schedules = Schedules(self._entries)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
-        self._targets = Targets()
+        self._targets, self._moves = Targets(), FrozenMoves()
         self._leaks, self._loop = leaks, _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
@@ -258,6 +260,8 @@ class Recipe:
         bus.on("probe:recipe", events.StepBegan, self._before_step)
         bus.on("probe:recipe", events.StepEnded, self._after_step)
         bus.on("probe:scaler", events.StepSkipped, self._skipped)
+        bus.on("probe:moves", events.StepOpened, self._moves.before)
+        bus.on("probe:moves", events.StepClosing, self._moved)
         bus.on("probe:schedules", events.StepPassed, self._passed)
         bus.on("probe:clearing", events.Woken, self._woken)
         bus.on("probe:audit", events.OptimizerBuilt, self._built)
@@ -560,6 +564,12 @@ class Recipe:
         self._unscaled()
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
+
+    def _moved(self, event: events.StepClosing) -> None:
+        """Tell of frozen parameters that a step has moved."""
+        if names := self._moves.after(event):
+            fact = MovedParameters(names=names[:_MAX_NAMES], number=len(names), location=user_location())
+            self.tell(fact, names)
 
     def _resized(self, elements: int) -> Flag:
         """Return how the inputs' size differs from that of the step before."""
