@@ -42,7 +42,9 @@ def about_error(
     """
     found = {} if error is None else {**where(error, state, alone), "tensors": _tensors(error)}
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in {"", "0"}
-    return {**found, "raised_in": state.next_step(), "named": _named(reason, state), "blocking": blocking}
+    cut = None if state.cut_short is None or state.cut_short.error in reason else state.cut_short
+    known = {"raised_in": state.next_step(), "named": _named(reason, state), "blocking": blocking, "cut_short": cut}
+    return {**found, **known}
 
 
 def _tensors(error: BaseException) -> dict[str, str]:

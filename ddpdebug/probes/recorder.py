@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.clock import time
+from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import contract, gradients, training_events as events
@@ -35,7 +36,7 @@ from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.training_loop.loss_graph import divisor, share
 from ddpdebug.probes.values import loss_reader, rng_digest
-from ddpdebug.schema.announcements import Announce
+from ddpdebug.schema.announcements import Announce, CutBackward
 from ddpdebug.schema.row import Flag
 
 _OUTPUT_BYTES = 1 << 16
@@ -277,9 +278,11 @@ class Recorder:
         self._state.in_backward = 0
         self._started.clear()
 
-    def _backward_fails(self, _: events.BackwardFailed) -> None:
+    def _backward_fails(self, event: events.BackwardFailed) -> None:
         """Note that a backward has raised: which gradients came and which were reduced, nobody knows."""
+        step = self._state.next_step()
         self._guard.cut()
+        self._state.cut_short = CutBackward(error=text_of(event.error), step=step, location=user_location())
 
     def end_backward(self, _: events.BackwardEnded) -> None:
         """Note what was reduced."""
@@ -290,6 +293,7 @@ class Recorder:
         state.in_backward -= 1
         if state.in_backward:
             return
+        state.cut_short = None
         since, ended, syncs = state.since, self._now(), state.syncs
         since.backward_seconds += ended - started
         since.micro_batches += 1

@@ -17,6 +17,7 @@ from ddpdebug.clock import time
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.record import SinceLastStep
+from ddpdebug.schema.announcements import CutBackward
 
 
 class Clock:
@@ -76,6 +77,7 @@ class StepState:
         self.passes = False  # the step has no row, also where it is looked at from some moment on
         self.alone = False  # the step has a row of this rank's, although it is not to be watched
         self.in_backward = 0  # backwards that run, one inside the other
+        self.cut_short: CutBackward | None = None  # the newest backward, if an exception has ended it
         self.backwards = self.syncs = 0
         self.synced = 0  # what `syncs` was when the newest step ended
         self.wrappers: list[Wrapper] = []  # the DDPs

@@ -482,6 +482,15 @@ class RankCoverage(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutBackward(Struct):
+    """A backward that an exception has ended, which the script has caught."""
+
+    error: str  # class and text
+    step: int | None = None
+    location: str | None = None  # of the backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Announcement):
     """A rank that ends with an exception."""
 
@@ -497,6 +506,7 @@ class Failure(Announcement):
     module: str | None = None  # that ran, or whose gradients were due
     named: tuple[str, ...] = ()  # parameters that the text names, or means by their positions
     tensors: Mapping[str, str] = field(default_factory=dict)  # what torch's function was given: "float32 [4, 9]"
+    cut_short: CutBackward | None = None  # the backward before, where it has not come to its end
     blocking: bool = False  # the device was waited for after each launch (CUDA_LAUNCH_BLOCKING): the line is that of it
 
 

@@ -9,10 +9,21 @@ import pytest
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.kinds import Finding
 from ddpdebug.diagnosis.engine import Diagnosis
-from ddpdebug.schema.announcements import End, Failure
+from ddpdebug.schema.announcements import CutBackward, End, Failure
 
 _LOST = "exception: RuntimeError: [/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4321. "
 _RULE = next(rule for rule in catalog() if rule.code == "FAIL1024")
+
+
+def test_a_backward_that_was_cut_short_leaves_no_parameter_unused() -> None:
+    """Who has caught an exception of a backward is told so, and of its line."""
+    cut = CutBackward(error="ValueError: an empty mask", step=12, location="train.py:60")
+    text = "exception: RuntimeError: Expected to have finished reduction in the prior iteration"
+    rule = next(rule for rule in catalog() if rule.code == "FAIL1001")
+    (found,) = rule().compare("alone:failure", {1: Failure(reason=text, missing=("stem.weight",), cut_short=cut)})
+    assert (found.subject, found.location, found.ranks) == ((), "train.py:60", (1,))
+    assert found.evidence["backward_cut_short"] == "step 12: ValueError: an empty mask at train.py:60"
+    assert not any("find_unused_parameters=True" in action for action in found.actions)
 
 
 def _job(*told: tuple[int, Any], world: int, finish: bool = True) -> list[Finding]:

@@ -34,6 +34,12 @@ class TorchError(EventRule):
             return None
         named = fact.named or (fact.missing if self.code == "FAIL1001" else ())
         evidence: dict[str, Any] = {"error": _error(fact)}
+        if self.code == "FAIL1001" and (cut := fact.cut_short) is not None:
+            said = " at ".join(part for part in (essence(cut.error), cut.location) if part)
+            evidence["backward_cut_short"] = said if cut.step is None else f"step {cut.step}: {said}"
+            prose = {"causes": _CUT_SHORT, "actions": _WHOLE_OR_NONE}
+            place = {"step": fact.raised_in, "phase": "backward", "location": cut.location}
+            return {**place, "subject": (), "evidence": evidence, **prose}
         if fact.module is not None:
             evidence["module"] = fact.module
         if fact.tensors:
@@ -176,6 +182,15 @@ def _prose(entry: Entry) -> str:
     )
 
 
+#: Of FAIL1001, where the script has caught what ended the backward before.
+_CUT_SHORT = (
+    "an exception that the script has caught cut short the backward before: DDP still waits for the other gradients",
+    "no parameter is unused: `find_unused_parameters` cures nothing here",
+)
+_WHOLE_OR_NONE = (
+    "let the exception end the rank, or find what causes it before backward begins: bad records, lengths, memory",
+    "to skip a batch decide it on all ranks alike before the forward: all-reduce a flag",
+)
 #: What ranks end with whose peer has gone, or does not answer: the cause lies elsewhere.
 _LOSS = "FAIL1024"
 _OF_VICTIMS = ("FAIL1022", "FAIL1023", _LOSS)
