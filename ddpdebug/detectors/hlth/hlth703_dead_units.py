@@ -44,11 +44,11 @@ class DeadUnits(LayerRule):
         source="Amazon SageMaker Debugger's built-in rule DeadRelu: threshold_layer 50 %; largest seen in healthy "
         "scripts of the corpus: 0.46 (deep and narrow)",
     )
-    dead_errors = Threshold(
-        2,
-        "standard errors of a half that the share must be above a half as well where it was so from the beginning",
-        source="inputs with a mean make a unit positive or negative for all of them by the sign of its weights: of a "
-        "narrow layer more than 60 % are dead by chance",
+    dead_narrow = Threshold(
+        0.5,
+        "over the root of the number of units: what is added to `dead_share` where it was so from the beginning",
+        source="the standard error of a half: inputs with a mean make a unit positive or negative for all of them by "
+        "the sign of its weights, and of a narrow layer most are dead by chance",
     )
     fires_on = Examples(
         lambda: sampled(6, modules=lambda i: {"act": activation("relu", zero=0.95, zero_units=0.9)}),
@@ -75,8 +75,8 @@ class DeadUnits(LayerRule):
             about = ranks[0]
             if least is None or inputs < self.dead_inputs:
                 continue
-            chance = self.dead_errors * 0.5 / math.sqrt(about.units) if about.units else 0.0
             died = self._first.setdefault(path, least) < self.dead_share
-            if least >= (self.dead_share if died else max(self.dead_share, 0.5 + chance)):
+            chance = self.dead_narrow / math.sqrt(about.units) if about.units and not died else 0.0
+            if least >= self.dead_share + chance:
                 found[path] = {"dead_units": least, "inputs": inputs, "zeros": about.zero, "mean": about.mean}
         return found if seen else None
