@@ -7,10 +7,16 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ddpdebug.detectors.base import RankClasses
-from ddpdebug.schema.announcements import Items, Loader, Structure, WrapperGroup
-from ddpdebug.schema.row import Flag
+from ddpdebug.detectors.base import Fields, RankClasses
+from ddpdebug.schema.announcements import Items, Loader, MeshPlace, Structure, WrapperGroup
+from ddpdebug.schema.details import whole_name
+from ddpdebug.schema.row import CLASS_KINDS, CLASS_SLOTS, Flag
 from ddpdebug.schema.step import Blamed, Step, outvoted
+
+#: Of what differs between replicas of sharded parameters, too: the digest of whole ones -> that of a class.
+_OF_CLASSES = {"params_after_digest": "params", "grads_digest": "grads", "state_digest": "state"}
+#: The columns of these digests.
+CLASS_COLUMNS = {kind: tuple(f"class_{slot}_{kind}" for slot in range(CLASS_SLOTS)) for kind in CLASS_KINDS}
 
 #: A finding names this many parameters, modules, ...; `evidence` has the number of all.
 MAX_NAMES = 20
@@ -33,27 +39,70 @@ def _classes(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses
     if len(step.rows) < 2 or step.any(on_purpose):
         return None
     known = [name for name in fields if len(step.rows) - step.columns[name].count(0) > 1]
-    if not known:
+    shared = [kind for name, kind in _OF_CLASSES.items() if name in fields and are_shared(step, kind)]
+    if not known and not shared:
         return None
     parted = [name for name in known if name in step.differing]
     families = replica_groups(step) if parted else ()
     columns = [column for name in parted if (column := _column(step, name, families))]
+    columns += [column for kind in shared for column in _class_columns(step, kind)]
     if columns:
         return {rank: tuple(column[rank] for column in columns) for rank in step.rows}
     return {} if step.complete else None  # who is missing may be the one that differs
 
 
 def _column(step: Step, name: str, families: Sequence[Sequence[int]]) -> dict[int, object]:
+    return _relative([{rank: getattr(step.rows[rank], name) for rank in family} for family in families])
+
+
+def _relative(families: Sequence[Mapping[int, int]]) -> dict[int, object]:
     """Return what each rank shows relative to the usual value of its family; empty when no family is at odds."""
     column: dict[int, object] = {}
-    for family in families:
-        shown = {rank: getattr(step.rows[rank], name) for rank in family}
+    for shown in families:
         known = {rank: value for rank, value in shown.items() if value}
         blamed = outvoted(known)
         # where nobody can tell none is the usual one: families that are at odds each must not outvote each other
         usual = 0 if blamed.undecided else next((value for rank, value in known.items() if rank not in blamed), 0)
         column.update({rank: 0 if value in {0, usual} else value for rank, value in shown.items()})
     return column if len(set(column.values())) > 1 else {}
+
+
+def are_shared(step: Step, kind: str) -> bool:
+    """Whether several ranks have shown what they hold of a class of sharded parameters."""
+    return any(len(shown) > 1 for shown in step.replicas(kind).values())
+
+
+def _class_columns(step: Step, kind: str) -> list[dict[int, object]]:
+    odd = [shown for shown in step.replicas(kind).values() if len({*shown.values()}) > 1]
+    nothing: dict[int, object] = dict.fromkeys(step.rows, 0)
+    return [{**nothing, **_relative([shown])} for shown in odd]
+
+
+def shares_parts(step: Step) -> bool:
+    """Whether ranks share parts of parameters: who computes with one model together is fed the same on purpose."""
+    told: list[Mapping[int, MeshPlace]] = _facts(step, "mesh:") if step.any(Flag.SHARDED) else []
+    return any(fact.classes for facts in told for fact in facts.values())
+
+
+def parted_over(step: Step, kind: str) -> Fields:
+    """Return what a finding says of replicas that are at odds: over which dimensions, and which ranks should agree."""
+    odd = [shown for shown in step.replicas(kind).values() if len({*shown.values()}) > 1]
+    if not odd:
+        return {}
+    told: list[Mapping[int, MeshPlace]] = _facts(step, f"mesh:{step.optimizer}")
+    places = {rank: fact.places for facts in told for rank, fact in facts.items()}
+    names = sorted({name for own in places.values() for name in own})
+    over = [
+        name
+        for name in names
+        if any(len({tuple(places.get(rank, {}).get(name, ())) for rank in shown}) > 1 for shown in odd)
+    ]
+    return {"dimensions": over, "replicas": sorted(sorted(shown) for shown in odd)[:MAX_NAMES]}
+
+
+def named(ranks: tuple[int, ...], over: Fields) -> tuple[int, ...]:
+    """Return culprits as a finding names them: ranks of several classes at odds do not stand against each other."""
+    return tuple(ranks) if len(over.get("replicas", ())) > 1 else ranks
 
 
 def replica_groups(step: Step) -> Sequence[Sequence[int]]:
@@ -121,6 +170,11 @@ def blame(changed: Collection[int], step: Step, shown: RankClasses) -> tuple[int
 def values_of(by_rank: Mapping[int, Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Return rank (as text, for JSON) -> the value of one name."""
     return {str(rank): table.get(name) for rank, table in sorted(by_rank.items())}
+
+
+def are_of_one_model(tables: Collection[Mapping[str, Any]]) -> bool:
+    """Whether tables by parameter have the same names, whichever part of each a rank holds."""
+    return len({frozenset(map(whole_name, table)) for table in tables}) < 2
 
 
 def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from ddpdebug.isolation.background import Thread
 from ddpdebug.printing import say
 from ddpdebug.schema.announcements import RankCoverage
 from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
+from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, Record
 from ddpdebug.sinks.text import ranks_text
@@ -69,6 +70,7 @@ class Covering:
         self._begun = self._stepped = self._backward = self._ticked = self._kept = 0.0
         self._steps_at_tick = 0
         self._certain = self._ended = False
+        self._sharding_said = False
         self._said: dict[tuple[str, Weight], Gap] = {}
         self._shown: tuple[Any, ...] = ()
         self._told: RankCoverage | None = None
@@ -123,6 +125,8 @@ class Covering:
     def judged(self, step: Step) -> None:
         """Count a step of all ranks."""
         self._tally.add(step)
+        if not self._sharding_said and step.any(Flag.SHARDED):
+            self.look()
 
     def hear(self, rank: int, account: RankCoverage) -> None:
         """Take a rank's account, as far as it is short."""
@@ -177,6 +181,9 @@ class Covering:
             self._decide(now, own)
             known = self.coverage()
             lines = self._news(known) if known.complete is not None else []
+            if known.sharding and self._world > 1 and not self._sharding_said:
+                self._sharding_said = True
+                lines.append(known.sharding)
             gaps = tuple((gap.part, gap.weight) for gap in known.gaps)
             keep = self._ended or gaps != self._shown or now - self._kept > _KEEP_SECONDS
             if keep:

@@ -151,9 +151,6 @@ def why_unwatched(parameter: Any) -> str | None:
     if is_lazy(parameter):
         return "not initialised yet"
     kind = type(parameter)
-    names = {base.__name__ for base in kind.__mro__}
-    if "DTensor" in names:
-        return "DTensor, each rank holds a part of it"
     if parameter.device.type == "meta":
         return "on the meta device, without values"
     if not internals.is_plain(parameter) and not hasattr(parameter, "__tensor_flatten__"):

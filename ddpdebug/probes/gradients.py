@@ -85,7 +85,7 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
 
 
 def digests_at_step(
-    sums: GradientSums, parameters: Sequence[torch.Tensor]
+    sums: GradientSums, parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[device.Later, list[int], device.LaterFloats]:
     """Fingerprint the gradients as the optimizer finds them; return also which were touched since, and their norms.
 
@@ -94,8 +94,7 @@ def digests_at_step(
     """
     known: dict[int, int] = {}
     rest: list[tuple[int, torch.Tensor]] = []
-    for position, parameter in enumerate(parameters):
-        grad = parameter.grad
+    for position, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
             known[position] = 0
             continue
@@ -107,11 +106,11 @@ def digests_at_step(
     if not rest:
         values = list(known.values())
         return (lambda: values), [], list
-    grads = [grad for _, grad in rest]
-    alike = internals.are_alike(grads)
+    given = [grad for _, grad in rest]
+    alike = internals.are_alike(given)
     dense = rest if alike else [(position, grad) for position, grad in rest if internals.is_plain(grad)]
-    norms = device.numbers(_norms_of_alike(grads) if alike else norms_of([grad for _, grad in dense]))
-    later = device.digests(grads)
+    norms = device.numbers(_norms_of_alike(given) if alike else norms_of([grad for _, grad in dense]))
+    later = device.digests(given)
     number, positions = len(parameters), [position for position, _ in rest]
 
     def read() -> list[int]:  # holds no gradient: the record that has it stays for hundreds of steps

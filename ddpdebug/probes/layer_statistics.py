@@ -391,6 +391,7 @@ class Layers:
                 for parameter in internals.own_parameters(part):
                     place.setdefault(id(parameter), (notes.order.get(id(part), 1 << 30), len(place)))
         rows = [(n, p) for n, p in zip(watch.names, watch.params, strict=True) if p.requires_grad]
+        rows = [(n, p) for n, p in rows if not internals.is_distributed(p)]  # a part says nothing of its layer
         rows.sort(key=lambda row: place.get(id(row[1]), (1 << 30, 1 << 30)))
         if len(rows) <= MAX_PARAMETERS:
             return rows

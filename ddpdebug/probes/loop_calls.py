@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.record import Part, StepRecord
@@ -148,8 +149,13 @@ class LoopCalls:
     def clipped(self, event: Clipped) -> None:
         """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
         state, norm = self._state, event.norm
-        local = any([w.pending is not None for w in state.wrappers]) or (not state.wrappers and state.world > 1)
-        value = float(norm) if norm.device.type == "cpu" else float("nan")
+        sharded = any([watch.sharding is not None for watch in state.watches])  # its reduction is over with backward
+        alone = not state.wrappers and state.world > 1 and not sharded
+        local = any([w.pending is not None for w in state.wrappers]) or alone
+        norm = internals.own_part(norm) if internals.is_distributed(norm) and internals.is_whole(norm) else norm
+        # of parts the number is known by a collective, which is the job's to call
+        known = norm.device.type == "cpu" and not internals.is_distributed(norm)
+        value = float(norm) if known else float("nan")
         state.since.parts[StepCalls].clips.append(
             Clip(norm=value, max=event.limit, before_sync=local, location=event.location)
         )

@@ -16,6 +16,7 @@ from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper, slot_of
 from ddpdebug.probes.entries import Entries
 from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.probes.sharding import Sharding
 from ddpdebug.schema.row import Flag
 
 #: Optimizer state up to this many bytes is fingerprinted as a whole, and before the step too, which tells who changed
@@ -97,6 +98,7 @@ class OptimizerWatch:
         self.after_step = -1
         self.state_after: int = 0
         self.state_is_small = True
+        self.sharding: Sharding | None = None  # where it steps DTensors
         self.mark: Mark | None = None  # by which a change after the last step is known
         self._members: list[str] = []  # which parameters each group holds, as text
         self._key: tuple[int, ...] = ()
@@ -150,6 +152,10 @@ class OptimizerWatch:
     def groups(self) -> list[dict[str, Any]]:
         """Return all parameter groups."""
         return [group for optimizer in self.optimizers() for group in internals.groups(optimizer)]
+
+    def readable(self) -> list[torch.Tensor]:
+        """Return what is read of the parameters: of a DTensor that other ranks hold too, this rank's part."""
+        return self.params if self.sharding is None else self.sharding.readable(self.params)
 
     def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False, glance: bool = False) -> bool:
         """Bring the tables up to date; return whether they changed. Parameters on DDP's ignore list are left out.
@@ -245,7 +251,8 @@ class OptimizerWatch:
         plain: list[tuple[str, str, int]] = []
         optimizers = self.optimizers()
         share = self.step % STATE_SHARES
-        for position, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
+        names = self.names if self.sharding is None else self.sharding.names
+        for position, (name, p) in enumerate(zip(names, self.params, strict=True)):
             if not (self.state_is_small or whole) and position % STATE_SHARES != share:
                 continue
             for optimizer in optimizers:
@@ -254,7 +261,10 @@ class OptimizerWatch:
                     for key, value in _flatten("", held[p]):
                         if is_a(value, torch.Tensor):
                             keys.append((name, key))
-                            tensors.append(value)
+                            shared = self.sharding is not None and self.sharding.slots[position] is not None
+                            parted = shared and internals.is_distributed(value) and internals.is_distributed(p)
+                            laid = parted and internals.is_laid_like(value, p)
+                            tensors.append(internals.own_part(value) if laid else value)
                         else:
                             plain.append((name, key, fingerprint.of_text(repr(value))))
         if self.state_is_small and not whole and sum([_bytes(tensor) for tensor in tensors]) > SMALL_STATE_BYTES:

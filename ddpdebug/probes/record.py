@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from ddpdebug import fingerprint
 from ddpdebug.devices import failure, keep
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.sharding import Sharding
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag, Row, encode
 
@@ -89,6 +90,7 @@ class StepRecord:
     owned: Sequence[bool] = ()
     ids: Sequence[int] = ()
     slots: Mapping[int, int] = field(default_factory=dict)
+    sharding: Sharding | None = None  # where these are DTensors: which ranks share what of them
     contract: Contract = field(default_factory=Contract)
     fields: dict[str, Any] = field(default_factory=dict)  # counts and times, which go into the row as they are
     parts: Parts = field(default_factory=Parts)

@@ -31,6 +31,7 @@ from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
 from ddpdebug.probes.own_times import OwnTimes
 from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
+from ddpdebug.probes.sharding import Sharding, sharding_of
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
@@ -430,9 +431,11 @@ class Recorder:
         state, run = self._state, self._guard.run
         if watch.refresh(state.wrappers, glance=not state.checking):
             run("probe:gradients", self._hook, watch)
+            watch.sharding = run("probe:sharding", self._look_at_meshes, watch)
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
+        flags |= Flag.SHARDED if watch.sharding is not None else Flag(0)
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._averaged else Flag(0))
         record = StepRecord(
             watch.index,
@@ -440,8 +443,9 @@ class Recorder:
             flags,
             state.since,
             checked=(state.checking or self.due(watch.index, watch.step)) and not state.since.cut,
-            names=watch.names,
+            names=watch.names if watch.sharding is None else watch.sharding.names,
             owned=watch.owned,
+            sharding=watch.sharding,
             ids=watch.ids,
             slots=watch.slots,
             contract=contract.facts(watch, wrappers=len(state.wrappers), world=state.world),
@@ -450,6 +454,13 @@ class Recorder:
             record.parts[GroupSettings] = settings
         record.fields["without_grad"] = watch.without_gradient(glance=not record.checked)
         return record
+
+    def _look_at_meshes(self, watch: OptimizerWatch) -> Sharding | None:
+        """Find out which ranks share what, and announce it."""
+        found = sharding_of(watch.names, watch.params, watch.owned, self._state.world)
+        if found is not None and (watch.sharding is None or watch.sharding.place != found.place):
+            self._announce(found.place, watch.index)
+        return found
 
     def _hook(self, watch: OptimizerWatch) -> None:
         for p, owner in zip(watch.params, watch.owners, strict=True):

@@ -74,8 +74,12 @@ class GradientDigests(Part, key="probe:step-gradients"):
         if not record.checked:
             return {}
         fields: dict[str, Any] = {}
-        if self.digests is not None:
+        if self.digests is not None and record.sharding is not None:
+            fields["grads_digest"], _ = _by_owner(self.digests(), record.owned)
+            fields |= record.sharding.columns("grads", list(enumerate(self.digests())))
+        elif self.digests is not None:
             fields["grads_digest"], fields["foreign_grads_digest"] = _by_owner(self.digests(), record.owned)
+        if self.digests is not None:
             fields["presence_digest"] = fingerprint.of_text(",".join(self.missing) or "all")
         local_sums, local_norms, reduced_sums, reduced_norms = self.checksums()
         slot_of = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
@@ -149,12 +153,16 @@ class ParameterDigests(Part, key="probe:parameters"):
         if not record.checked:
             return {}
         fields: dict[str, Any] = {"flags": int(Flag.PARAMS_CHANGED_OUTSIDE) if self.changed_outside() else 0}
-        owned = [True] * len(record.names) if record.flags & Flag.NO_DDP else record.owned
+        everything = record.flags & Flag.NO_DDP and record.sharding is None
+        owned = [True] * len(record.names) if everything else record.owned
         if self.before is not None:
             fields["params_before_digest"], _ = _by_owner(self.before(), owned)
         if self.holds is not None and not self.holds():
             self.after = None
-        if self.after is not None:
+        if self.after is not None and record.sharding is not None:
+            fields["params_after_digest"], _ = _by_owner(self.after(), owned)
+            fields |= record.sharding.columns("params", list(enumerate(self.after())))
+        elif self.after is not None:
             fields["params_after_digest"], fields["foreign_params_digest"] = _by_owner(self.after(), owned)
         return fields
 
@@ -179,7 +187,15 @@ class StateDigests(Part, key="probe:state"):
             self.tensors = None
         if not record.checked or self.tensors is None:
             return {}
-        return {"state_digest": combined(self.tensors() + [digest for _, _, digest in self.plain])}
+        if record.sharding is None:
+            return {"state_digest": combined(self.tensors() + [digest for _, _, digest in self.plain])}
+        position = {name: i for i, name in enumerate(record.names)}
+        found = [(position[name], value) for (name, _), value in zip(self.keys, self.tensors(), strict=True)]
+        found += [(position[name], value) for name, _, value in self.plain]
+        counts = {i for i, (_, key) in enumerate([*self.keys, *(row[:2] for row in self.plain)]) if key == "step"}
+        slots = record.sharding.slots  # of what is this rank's alone only the count of steps is the others' too
+        own = combined([v for n, (i, v) in enumerate(found) if record.owned[i] or (slots[i] is None and n in counts)])
+        return {"state_digest": own, **record.sharding.columns("state", found)}
 
 
 @dataclass(slots=True)
@@ -235,9 +251,9 @@ class StepDigests:
         part = event.record.parts[ParameterDigests]
         if watch.after is not None and watch.after_step == watch.step - 1:
             part.previous = watch.after
-            part.before, part.glances = device.digests_and_glances(watch.params)
+            part.before, part.glances = device.digests_and_glances(watch.readable())
         else:
-            part.before = device.digests(watch.params)
+            part.before = device.digests(watch.readable())
 
     def _forward_in_closure(self, _: ForwardBegan | ModuleForwardBegan) -> None:
         """Let the first reading stand where the optimizer has changed parameters ahead of its closure (SAM)."""
@@ -270,14 +286,16 @@ class StepDigests:
             record.parts[GradientDigests] = GradientDigests()
             return
         sums = record.since.parts[GradientSums]
-        digests, touched, touched_norms = gradients.digests_at_step(sums, watch.params)
+        sharding = watch.sharding
+        read = [p.grad for p in watch.params] if sharding is None else sharding.readable_gradients(watch.params)
+        digests, touched, touched_norms = gradients.digests_at_step(sums, watch.params, read)
         pairs = zip(watch.names, watch.params, strict=True)
         summed = [i for i, p in enumerate(watch.params) if id(p) in sums.local]
         reduced_summed = [i for i, p in enumerate(watch.params) if id(p) in sums.reduced]
         local = [sums.local[id(watch.params[i])] for i in summed]
         reduced = [sums.reduced[id(watch.params[i])] for i in reduced_summed]
         record.parts[GradientDigests] = GradientDigests(
-            names=watch.names,
+            names=record.names,
             digests=digests,
             touched=touched,
             touched_norms=touched_norms,
@@ -295,8 +313,9 @@ class StepDigests:
         self._closure = None
         if not record.checked:
             return
-        glances = device.glances(watch.params)
-        record.parts[ParameterDigests].after = glances or device.digests(watch.params)
+        params = watch.readable()
+        glances = device.glances(params)
+        record.parts[ParameterDigests].after = glances or device.digests(params)
         watch.after, watch.after_step = None if glances is None else glances(), watch.step
 
     def _state_after(self, event: StepClosing) -> None:
@@ -313,7 +332,7 @@ class StepDigests:
 
     @staticmethod
     def _norms(event: StateRead) -> None:
-        norms = gradients.norms_of([*event.watch.params, *event.tensors])
+        norms = gradients.norms_of([*event.watch.readable(), *event.tensors])
         event.record.parts[ParameterDigests].norms = device.numbers(norms)
 
     def _frozen(self, event: StepClosing) -> None:

@@ -88,6 +88,24 @@ class WrapperGroup(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlace(Announcement):
+    """Where a rank stands on the meshes of the DTensors that the k-th optimizer steps, and what it shares with whom.
+
+    Args:
+        places: dimension of a mesh -> this rank's coordinate on it, and its size.
+        classes: what is compared, in words of where it lies -> how many parameters. Its ranks are those that say the
+            same words.
+        alone: parameters of which no other rank holds the same part.
+    """
+
+    topic: ClassVar[str] = "mesh"
+
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)
+    alone: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision(Announcement):
     """The precision of the k-th DDP's first training forward."""
 
@@ -440,6 +458,7 @@ class RankCoverage(Announcement):
         children: processes that the script has started by multiprocessing, without the workers of libraries.
         evaluations: those of which no validation loss was seen.
         replayed: optimizer steps that CUDA graphs have taken, which nobody sees.
+        sharding: what is compared of DTensors, in words.
     """
 
     topic: ClassVar[str] = "coverage"
@@ -457,6 +476,7 @@ class RankCoverage(Announcement):
     children: int = 0
     evaluations: int = 0
     replayed: int = 0
+    sharding: str = ""
 
     @property
     def remarkable(self) -> bool:
@@ -472,6 +492,7 @@ class RankCoverage(Announcement):
             values: dict[str, Any] = {name: int(record.get(name, 0)) for name in counts}
             for name in ("unwatched", "left_out"):
                 values[name] = {short(key): int(count) for key, count in table_items(record.get(name))}
+            values["sharding"] = short(record.get("sharding") or "")
             values["off"] = {short(key): short(text) for key, text in table_items(record.get("off"))}
         except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(str(error)) from None
@@ -927,6 +948,7 @@ TOPICS = _by_topic(
         Structure,
         InitialValues,
         WrapperGroup,
+        MeshPlace,
         Precision,
         Constants,
         Numbers,

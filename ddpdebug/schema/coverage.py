@@ -64,7 +64,7 @@ PARTS = (
 )
 #: What the probes look at -> the keys under which they go off, without their `probe:`. Those in `_NOTES` only explain.
 _PROBES = {
-    "parameters": "parameters frozen replicas built last-state structure",
+    "parameters": "parameters frozen replicas built last-state structure sharding",
     "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
     "optimizer": "optimizer copies by-hand row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers constants",
@@ -208,6 +208,11 @@ class Coverage:
             return "nothing compared yet"
         return f"{self.compared} of {_counted(self.world, 'rank')} compared, steps {self.since} to {self.until}"
 
+    @property
+    def sharding(self) -> str:
+        """What is compared where parameters are sharded, in words; empty where none are known to be."""
+        return next((rank.sharding for rank in self.ranks if rank.sharding), "")
+
     # --- gaps ---------------------------------------------------------------------------------------------------------
 
     def _step_gaps(self) -> Iterator[Gap]:
@@ -272,6 +277,8 @@ class Coverage:
             yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action="run longer, or with --every-step")
 
     def _parameter_gaps(self) -> Iterator[Gap]:
+        if self.sharding and self.world > 1:
+            yield Gap(part="parameters", weight=Weight.NOTE, text=self.sharding)
         for name, weight in (("unwatched", Weight.PART), ("left_out", Weight.NOTE)):
             most: dict[str, int] = {}
             for rank in self.ranks:
@@ -386,6 +393,8 @@ class Tally:
         gradients = max(sum(map(bool, columns[name])) for name in _REDUCED)
         if step.chosen:  # a kind has them all, or none has
             parameters, gradients = (len(step.everyone) * (count > 0) for count in (parameters, gradients))
+        if step.any(Flag.SHARDED) and full:  # what each rank holds alone is compared by what is the others' too
+            parameters = gradients = max(parameters, len(step.everyone))
         if gradients >= least:
             known["gradients"] = True
         if max(parameters, gradients) >= least:

@@ -509,8 +509,26 @@ def hex_digest(value: int) -> str:
     return f"{value:016x}"
 
 
+def part_name(name: str, part: str) -> str:
+    """Return the name of a part of a parameter, of which other ranks hold other parts."""
+    return f"{name} [{part}]"
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the parameter that `part_name` was given."""
+    return name.partition(" [")[0]
+
+
+def is_part(name: str) -> bool:
+    """Tell whether a name is that of a part of a parameter, which only some ranks hold."""
+    return whole_name(name) != name
+
+
 def differing_names(by_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the names whose values are not equal on all ranks (absent counts as a value), in the order first seen."""
+    """Return the names whose values are not equal on all ranks, in the order first seen.
+
+    Absent counts as a value; of a part of a parameter it means that other ranks hold it.
+    """
     order: dict[str, None] = {}
     for table in by_rank.values():
         order.update(dict.fromkeys(table))
@@ -518,6 +536,8 @@ def differing_names(by_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
     result = []
     for name in order:
         values = [table.get(name, missing) for table in by_rank.values()]
+        if is_part(name):
+            values = [value for value in values if value is not missing]
         if any(value != values[0] for value in values[1:]):
             result.append(name)
     return result

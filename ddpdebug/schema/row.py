@@ -16,6 +16,10 @@ Digest = NewType("Digest", int)
 
 #: Parameters are dealt to this many slots by the hash of their name; each slot has its own linear checksum.
 CHECKSUM_SLOTS = 8
+#: Classes of replicas that a row has room for.
+CLASS_SLOTS = 6
+#: What is compared in each of them.
+CLASS_KINDS = ("params", "grads", "state")
 
 
 class Flag(IntFlag):
@@ -76,6 +80,7 @@ class Flag(IntFlag):
     BATCH_GREW = 1 << 49  # the model was given larger inputs, all together, than for the step before
     BATCH_SHRANK = 1 << 50  # ... or smaller ones
     ALONE = 1 << 51  # the step was not to be watched: this rank has a row of it because a number was not finite
+    SHARDED = 1 << 52  # the optimizer steps DTensors: ranks hold parts of parameters, and share some of these
     AVERAGED = 1 << 48  # with LOCAL_ONLY, where no rank has said so but later steps have shown it
 
 
@@ -174,16 +179,32 @@ class Row(NamedTuple):
     batch_elements: int = 0  # of the inputs of the step's largest forward
     live_graphs: int = 0  # earlier steps whose autograd graph is still alive
     input_elements: int = 0  # of the inputs of all its forwards with gradients
-    # replicas of sharded parameters: a class is a set of mesh dimensions over which parameters are equal. Not filled in
-    # yet; 0 means that there is no such class
-    class_0_key: int = 0
+    # replicas of sharded parameters: a class is what the same ranks hold the same bytes of. Filled in where a step is
+    # checked in full; 0 means that there is no such class, or that nothing of it was looked at
+    class_0_key: int = 0  # the same on all ranks of a class, and on no others
     class_1_key: int = 0
     class_2_key: int = 0
     class_3_key: int = 0
-    class_0_params: int = 0  # the digest of its parameters, compared between ranks with an equal key
+    class_4_key: int = 0
+    class_5_key: int = 0
+    class_0_params: int = 0  # its parameters after the step
     class_1_params: int = 0
     class_2_params: int = 0
     class_3_params: int = 0
+    class_4_params: int = 0
+    class_5_params: int = 0
+    class_0_grads: int = 0  # their gradients as the optimizer finds them, and which there are
+    class_1_grads: int = 0
+    class_2_grads: int = 0
+    class_3_grads: int = 0
+    class_4_grads: int = 0
+    class_5_grads: int = 0
+    class_0_state: int = 0  # the optimizer's state after the step
+    class_1_state: int = 0
+    class_2_state: int = 0
+    class_3_state: int = 0
+    class_4_state: int = 0
+    class_5_state: int = 0
 
     @property
     def local_sums(self) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from operator import attrgetter, or_
 from typing import Any, TypeVar
 
 from ddpdebug.schema.details import Detail
-from ddpdebug.schema.row import DIGESTS, Flag, Row
+from ddpdebug.schema.row import CLASS_SLOTS, DIGESTS, Flag, Row
 
 D = TypeVar("D", bound=Detail)
 #: Of the rows of more ranks some are chosen: one of each kind of ranks, and those of ranks that are first in something.
@@ -139,6 +139,16 @@ class Step:
     def some(self) -> int:
         """The flags that some rank has, as bits."""
         return reduce(or_, self.columns["flags"], 0) if self.told is None else self.told.some
+
+    def replicas(self, kind: str) -> Mapping[int, Mapping[int, int]]:
+        """Return of each class of sharded parameters, by its key, the digests of a kind that ranks know, by rank."""
+        found: dict[int, dict[int, int]] = {}
+        for rank, row in self.rows.items() if self.any(Flag.SHARDED) else ():
+            for slot in range(CLASS_SLOTS):
+                key, digest = getattr(row, f"class_{slot}_key"), getattr(row, f"class_{slot}_{kind}")
+                if key and digest:
+                    found.setdefault(key, {})[rank] = digest
+        return found
 
     def values(self, name: str) -> dict[int, list[int]]:
         """Return value -> ranks for a digest field, leaving out ranks that did not compute it."""

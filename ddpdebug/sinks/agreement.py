@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddpdebug.schema.row import Flag
-from ddpdebug.schema.step import Step
+from ddpdebug.schema.step import Step, outvoted
 
 #: What is compared -> the digests that say so.
 COMPARED = {
@@ -20,6 +20,8 @@ COMPARED = {
     "buffers": ("buffers_digest",),
     "modes": ("modes_digest",),
 }
+#: Likewise, of the classes of sharded parameters.
+_OF_CLASSES = {"parameters": "params", "gradients": "grads", "optimizer_state": "state"}
 _REPLICAS_DIFFER = Flag.LOCAL_ONLY | Flag.IN_JOIN
 _INTENDED = {
     "parameters": _REPLICAS_DIFFER,
@@ -52,4 +54,7 @@ def _dissenters(step: Step) -> dict[str, frozenset[int]]:
                 found[what] = found.get(what, frozenset()) | {*step.minority(name)}
             elif sum(map(bool, step.columns[name])) > 1:
                 found.setdefault(what, frozenset())
+        for shown in step.replicas(_OF_CLASSES[what]).values() if what in _OF_CLASSES else ():
+            if len(shown) > 1:
+                found[what] = found.get(what, frozenset()) | {*outvoted(shown)}
     return found

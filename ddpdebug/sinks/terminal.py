@@ -311,7 +311,8 @@ class Summary:
         if "parameters" in outvoted:
             self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
-        self.compared += bool({"parameters", "gradients"} & outvoted.keys())
+        sharded = record.step.any(Flag.SHARDED) and "optimizer_state" in outvoted  # what there is to compare
+        self.compared += sharded or bool({"parameters", "gradients"} & outvoted.keys())
         if any(outvoted.values()):
             self.disagreed += 1
             self._parted[record.step.optimizer] = record.step.step

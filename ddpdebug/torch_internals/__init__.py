@@ -33,6 +33,17 @@ from ddpdebug.torch_internals.collectives import (
     Collectives as Collectives,
     members_of_groups as members_of_groups,
 )
+from ddpdebug.torch_internals.dtensors import (
+    Layout as Layout,
+    Place as Place,
+    any_distributed as any_distributed,
+    has_stages as has_stages,
+    is_distributed as is_distributed,
+    is_laid_like as is_laid_like,
+    is_whole as is_whole,
+    layout_of as layout_of,
+    own_part as own_part,
+)
 from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,
     Around as Around,

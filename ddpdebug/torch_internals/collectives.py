@@ -123,7 +123,7 @@ class Collectives:
         if not dist.is_available() or not dist.is_initialized():
             return None
         found: dict[str, tuple[int, int]] = {}
-        for group, ranks in dict(getattr(names.group_world, "pg_group_ranks", None) or {}).items():
+        for group, ranks in _groups().items():
             entered = sequence_number(group) if dist.get_rank() in ranks else None
             if entered is not None:
                 found[str(group.group_name)] = (entered, entered)
@@ -134,8 +134,13 @@ def members_of_groups() -> dict[str, tuple[int, ...]]:
     """Return the ranks of the script's process groups, as the whole job numbers them, by the groups' names."""
     if not dist.is_available() or not dist.is_initialized():
         return {}
+    return {str(group.group_name): tuple(sorted(ranks)) for group, ranks in _groups().items() if ranks}
+
+
+def _groups() -> Mapping[Any, Any]:
+    """Return process group -> its ranks, without what torch notes of groups that this rank is not in."""
     tables: Mapping[Any, Any] = dict(getattr(names.group_world, "pg_group_ranks", None) or {})
-    return {str(group.group_name): tuple(sorted(ranks)) for group, ranks in tables.items() if ranks}
+    return {group: ranks for group, ranks in tables.items() if not isinstance(group, int)}
 
 
 def _dump(*, entries: bool) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ RULES = [rule for rule in catalog() if not rule.code.startswith("SLOW")]
 #: Judge the rows of all ranks only, and ask for them by no chosen ones.
 BLIND = {rule.code for rule in RULES if rule.all_ranks and rule.wants_all is Detector.wants_all}
 #: Two ranks that are alike are seldom both chosen.
-NOT_CHOSEN = {"DATA901-1"}
+NOT_CHOSEN = {"DATA901-1", "SYNC201-2"}
 
 
 class _Judge:

@@ -413,6 +413,7 @@ _GROUPS = {
     "container": "Containers of batches",
     "mode": "Modes of torch",
     "subclass": "Tensor subclasses",
+    "sharded": "Sharded training",
     "module": "Modules",
     "compile": "Compiled models",
     "replay": "Forwards that have made a NaN",

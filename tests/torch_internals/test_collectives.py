@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,3 +156,11 @@ def test_no_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(collectives.names, "dump_flight_recorder", absent)
     assert (Collectives().counts(), Collectives().newest()) == (None, [])
+
+
+def test_groups_that_this_rank_is_not_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch notes them under a number; they have no name here, and no members that count."""
+    world = SimpleNamespace(pg_group_ranks={-100: {0: 0, 2: 1}})
+    monkeypatch.setattr(names, "group_world", world)
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    assert members_of_groups() == {}

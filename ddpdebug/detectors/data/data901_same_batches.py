@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.comparison import averaging_groups, groups_beside, replica_groups
+from ddpdebug.detectors.comparison import averaging_groups, groups_beside, replica_groups, shares_parts
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Loader, Precision
@@ -96,7 +96,7 @@ class SameBatches(Detector):
 
     def detect(self, step: Step) -> Findings:
         shown = _fingerprints(step)
-        if not shown:
+        if not shown or shares_parts(step):
             return
         if step.chosen:  # who is fed alike is asked for (`wants_all`); who is not is seen here
             self._runs = {key: run for key, run in self._runs.items() if not _unlike(key, step.optimizer, shown)}

@@ -7,11 +7,16 @@ from typing import Any
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.comparison import (
+    CLASS_COLUMNS,
     MAX_NAMES,
     agree_within,
+    are_of_one_model,
+    are_shared,
     blame,
     classes_of,
+    named,
     ordered,
+    parted_over,
     subset,
     values_of,
 )
@@ -28,7 +33,7 @@ from ddpdebug.detectors.kinds import (
     Step,
 )
 from ddpdebug.schema.announcements import InitialValues
-from ddpdebug.schema.details import Parameters, differing_names
+from ddpdebug.schema.details import Parameters, differing_names, whole_name
 from ddpdebug.schema.row import Flag
 
 _OWN: dict[str, Any] = {
@@ -40,6 +45,12 @@ _USUAL: dict[str, Any] = {**_OWN, "order": ["w", "b"], "loads": []}
 _EDITED: dict[str, Any] = {**_USUAL, "before": {"w": "ff", "b": "b1"}, "after": {"w": "fe", "b": "b2"}}
 _SHRUNK: dict[str, Any] = {**_USUAL, "after": {"w": "fe", "b": "b2"}}
 _CHANGED: dict[str, Any] = {"flags": Flag.PARAMS_CHANGED_OUTSIDE, "params_before_digest": 5, "params_after_digest": 6}
+_SHARDED: dict[str, Any] = {
+    **dict.fromkeys(("params_before_digest", "params_after_digest"), 0),
+    "flags": Flag.SHARDED | Flag.NO_DDP,
+    "class_0_key": 11,
+    "class_0_params": 7,
+}
 #: Where parameters can differ, first things first -> the digest in the row, the digests by name.
 _STAGES: Mapping[str, tuple[str, Callable[[Parameters], Mapping[str, str]]]] = {
     "before": ("params_before_digest", lambda told: told.before),
@@ -56,6 +67,16 @@ _KEPT_CAUSES = (
 )
 _KEPT_ACTIONS = (
     "leave `init_sync` at its default, or give the model the same seed, or the same checkpoint, on all ranks",
+)
+
+
+_SHARED_CAUSES = (
+    "weights are drawn from another seed on each rank: `fully_shard` and `parallelize_module` broadcast nothing",
+    "ranks that hold the same part have loaded it from files that differ",
+)
+_SHARED_ACTIONS = (
+    "draw the weights from one seed, or load one checkpoint, on all ranks before they are sharded",
+    "broadcast `p.to_local()` over the named dimension, in the group that `mesh.get_group` returns for it",
 )
 
 
@@ -98,6 +119,7 @@ class ParametersDiffer(ComparisonRule):
         "params_after_digest",
         "foreign_params_digest",
         "frozen_params_digest",
+        *CLASS_COLUMNS["params"],
         Flag.PARAMS_CHANGED_OUTSIDE,
     )
     of_several = True
@@ -109,6 +131,7 @@ class ParametersDiffer(ComparisonRule):
         lambda: step_at(3, odd={1: {"params_after_digest": 6}}, parameters=ranks(4, _USUAL, {1: _SHRUNK})),
         lambda: step_at(0, world=2, odd={1: {"params_before_digest": 5, "params_after_digest": 6}}),
         lambda: step_at(30, flags=Flag.LAST_STATE, params_before_digest=0, odd={1: {"params_after_digest": 6}}),
+        lambda: step_at(4, **_SHARDED, odd={1: {"class_0_key": 12, "class_0_params": 8}, 2: {"class_0_params": 9}}),
         lambda: (
             Facts(topic="init:0", values=_DREW),
             step_at(0, world=2, flags=Flag.FIRST, odd={1: _CHANGED}, parameters=ranks(2, _USUAL, {1: _EDITED})),
@@ -121,6 +144,8 @@ class ParametersDiffer(ComparisonRule):
         lambda: step_at(4, odd={1: {"params_after_digest": 0}}),
         lambda: step_at(30, flags=Flag.LAST_STATE, odd={1: {"params_after_digest": 0}}),  # rewritten on purpose
         lambda: step_at(4, world=1),
+        # ranks of other classes hold other parts
+        lambda: step_at(4, **_SHARDED, odd={rank: {"class_0_key": 12, "class_0_params": 8} for rank in (1, 3)}),
     )
 
     def __init__(self, config: Fields | None = None) -> None:
@@ -170,7 +195,7 @@ class ParametersDiffer(ComparisonRule):
             self._changed[step.optimizer] = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
         if step.all(Flag.PARAMS_CHANGED_OUTSIDE):
             self._edited.add(step.optimizer)
-        if step.known("params_after_digest") and not classes:
+        if not classes and (step.known("params_after_digest") or are_shared(step, "params")):
             self._agreed[step.optimizer] = step.step
         if step.agrees("params_before_digest"):
             self._found_equal[step.optimizer] = step.step
@@ -181,7 +206,7 @@ class ParametersDiffer(ComparisonRule):
 
     def report(self, step: Step, classes: RankClasses) -> Findings:
         told = step.answers(Parameters)
-        if len({frozenset(own.after) for own in told.values()}) > 1 and step.all(Flag.NO_DDP):
+        if step.all(Flag.NO_DDP) and not are_of_one_model([own.after for own in told.values()]):
             return  # different models on purpose: nothing that should be equal
         stage, names = _differing(step)
         phase = self._phase(step, stage)
@@ -191,7 +216,7 @@ class ParametersDiffer(ComparisonRule):
             return
         loads = [load for own in told.values() for load in own.loads]
         by_rank = _digests(step, stage)
-        evidence: dict[str, Any] = {"parameters": len(names)}
+        evidence: dict[str, Any] = {"parameters": len({*map(whole_name, names)})}
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
         if step.any(Flag.LAST_STATE):
@@ -205,14 +230,16 @@ class ParametersDiffer(ComparisonRule):
                 )
         if subset(changed, step) and self._telling(step):
             evidence["changed_on"] = list(changed)
-        prose: Fields = {}
+        shared = parted_over(step, "params")
+        evidence |= shared
+        prose: Fields = {"causes": _SHARED_CAUSES, "actions": _SHARED_ACTIONS} if shared and phase == "init" else {}
         if phase == "init" and self._kept(step, names):
             evidence["observed"] = "each rank holds what it held before it was wrapped: DDP has broadcast nothing"
             prose = {"causes": _KEPT_CAUSES, "actions": _KEPT_ACTIONS}
         yield self.finding(
             step,
             **prose,
-            ranks=blame(changed, step, classes),
+            ranks=named(blame(changed, step, classes), shared),
             subject=tuple(names[:MAX_NAMES]),
             phase=phase,
             location=loads[0].location if loads and phase == "load" else None,
@@ -229,7 +256,7 @@ class ParametersDiffer(ComparisonRule):
     def _phase_now(self, step: Step, stage: str) -> str | None:
         if step.any(Flag.LAST_STATE):
             return None  # they parted in some step that was not checked
-        if stage == "after" and "params_before_digest" not in step.differing and step.known("params_before_digest"):
+        if stage == "after" and self._left_alone(step):
             return "optimizer"
         loads = any(told.loads for told in step.answers(Parameters).values())
         if step.any(Flag.LOADED) or loads:
@@ -242,6 +269,15 @@ class ParametersDiffer(ComparisonRule):
             return "optimizer"  # nobody looked at the steps before: what differs upstream now is the likelier beginning
         unseen = not watched and self._agreed.get(step.optimizer, step.step) < step.step - 1
         return None if unseen else "outside-optimizer"  # what differed upstream in one of these may be equal again
+
+    def _left_alone(self, step: Step) -> bool:
+        """Whether the optimizer has found equal parameters, as far as is known."""
+        if not step.any(Flag.SHARDED):
+            return "params_before_digest" not in step.differing and step.known("params_before_digest")
+        told = {rank: own.before for rank, own in step.answers(Parameters).items() if own.before}
+        if len(told) > 1 and step.any(Flag.FIRST):
+            return not differing_names(told)
+        return self._agreed.get(step.optimizer) == step.step - 1 and not step.any(Flag.PARAMS_CHANGED_OUTSIDE)
 
     def _intolerable(self, step: Step, names: Collection[str]) -> bool:
         tolerance = self.config.get("tolerance")

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, blame, classes_of, subset, values_of
+from ddpdebug.detectors.comparison import (
+    CLASS_COLUMNS,
+    MAX_NAMES,
+    agree_within,
+    are_of_one_model,
+    blame,
+    classes_of,
+    named,
+    parted_over,
+    subset,
+    values_of,
+)
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
 from ddpdebug.detectors.kinds import ComparisonRule, Examples, Fields, Finding, Findings, RankClasses, Severity, Step
-from ddpdebug.schema.details import OptimizerState, differing_names
+from ddpdebug.schema.details import OptimizerState, differing_names, is_part
 from ddpdebug.schema.row import Flag
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
@@ -16,6 +27,13 @@ _USUAL: dict[str, Any] = {"w": {"exp_avg": "a", "step": "3"}, "b": {"exp_avg": "
 _ODD: dict[str, Any] = {"w": {"exp_avg": "f", "step": "3"}, "b": {"exp_avg": "b", "step": "3"}}
 _PARTED: dict[str, Any] = {"state_digest": 5, "params_after_digest": 6}
 _OWNED: dict[int, Any] = {rank: {f"{rank}.weight": {"momentum": "a"}} for rank in range(4)}
+_SHARDED: dict[str, Any] = {
+    "flags": Flag.SHARDED | Flag.NO_DDP,
+    "state_digest": 0,
+    "class_0_key": 11,
+    "class_0_params": 5,
+    "class_0_state": 7,
+}
 
 
 class OptimizerStateDiffers(ComparisonRule):
@@ -45,16 +63,18 @@ class OptimizerStateDiffers(ComparisonRule):
     code = "RANK103"
     severity = Severity.CRITICAL
     title = "optimizer state differs between ranks"
-    reads = ("state_digest", Flag.STATE_CHANGED_OUTSIDE)
+    reads = ("state_digest", *CLASS_COLUMNS["state"], Flag.STATE_CHANGED_OUTSIDE)
     of_several = True
     wants = ("state",)
     fires_on = Examples(
+        lambda: step_at(2, **_SHARDED, odd={2: {"class_0_params": 6, "class_0_state": 9}}),
         lambda: step_at(22, odd={2: _PARTED}, state=ranks(4, _USUAL, {2: _ODD})),
         lambda: step_at(1, world=2, odd={1: {**_PARTED, "flags": Flag.STATE_CHANGED_OUTSIDE}}),
     )
     silent_on = Examples(
         lambda: steps(3),
         lambda: step_at(2, flags=Flag.SHARDED_STATE, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),
+        lambda: step_at(2, **_SHARDED, odd={rank: {"class_0_key": 12, "class_0_state": 8} for rank in (1, 3)}),
         lambda: step_at(2, flags=Flag.LOCAL_ONLY, odd={1: _PARTED}),
         lambda: step_at(2, odd={rank: {"state_digest": 5 + rank} for rank in range(4)}),  # gathered: equal parameters
         lambda: (step_at(2, odd={1: {"state_digest": 5}}), step_at(3, odd={1: _PARTED})),  # ... and once not: RANK101
@@ -89,18 +109,18 @@ class OptimizerStateDiffers(ComparisonRule):
         return not alone or cause.code in {"RANK105", "RANK112"}
 
     def remember(self, step: Step, classes: RankClasses | None) -> None:
-        if step.agrees("state_digest"):
+        if _alike(step, "state_digest"):
             self._agreed[step.optimizer] = step.step
-        if "state_digest" in step.differing and _made_alike(step) and any(step.columns["lr"]):
+        elif any(step.columns["lr"]) and _made_alike(step) and classes_of(step, "state_digest", on_purpose=_ON_PURPOSE):
             self._own.add(step.optimizer)
         self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
 
     def report(self, step: Step, classes: RankClasses) -> Findings:
         told = {rank: answer.states for rank, answer in step.answers(OptimizerState).items()}
         flat = {rank: _flat(states) for rank, states in told.items()}
-        if step.all(Flag.NO_DDP) and len({frozenset(states) for states in told.values()}) > 1:
+        if step.all(Flag.NO_DDP) and not are_of_one_model(told.values()):
             return  # different models on purpose
-        names = [name for name in differing_names(flat) if all(name in states for states in flat.values())]
+        names = [name for name in differing_names(flat) if is_part(name) or all(name in own for own in flat.values())]
         if not names and len(flat) == len(step.rows):
             return  # each of them has its owner
         tolerance = self.config.get("tolerance")
@@ -113,9 +133,11 @@ class OptimizerStateDiffers(ComparisonRule):
             evidence["digests"] = values_of(flat, names[0])
         if subset(changed, step):
             evidence["changed_on"] = list(changed)
+        shared = parted_over(step, "state")
+        evidence |= shared
         yield self.finding(
             step,
-            ranks=blame(changed, step, classes),
+            ranks=named(blame(changed, step, classes), shared),
             subject=tuple(names[:MAX_NAMES]),
             evidence=evidence,
         )
@@ -123,7 +145,12 @@ class OptimizerStateDiffers(ComparisonRule):
 
 def _made_alike(step: Step) -> bool:
     """Whether the step has left equal parameters on all ranks."""
-    return step.agrees("params_after_digest") and "foreign_params_digest" not in step.differing
+    return _alike(step, "params_after_digest") and "foreign_params_digest" not in step.differing
+
+
+def _alike(step: Step, field: str) -> bool:
+    """Whether all ranks show the same in a digest field, of shards those that hold the same ones."""
+    return classes_of(step, field) == {} if step.any(Flag.SHARDED) else step.agrees(field)
 
 
 def _flat(states: Mapping[str, Mapping[str, str | float]]) -> dict[str, str | float]:

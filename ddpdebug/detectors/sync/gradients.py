@@ -6,12 +6,25 @@ import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
-from ddpdebug.detectors.comparison import MAX_NAMES, agree_within, classes_of, culprits, ordered, subset
+from ddpdebug.detectors.comparison import (
+    CLASS_COLUMNS,
+    MAX_NAMES,
+    agree_within,
+    are_of_one_model,
+    classes_of,
+    culprits,
+    named,
+    ordered,
+    parted_over,
+    subset,
+)
 from ddpdebug.detectors.kinds import ChainRule, Finding, Findings, RankClasses, Severity, Step, Verdict
-from ddpdebug.schema.details import Contract, Gradients, differing_names
+from ddpdebug.schema.details import Contract, Gradients, differing_names, whole_name
 from ddpdebug.schema.row import Flag
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SHARDED_STATE
+#: The columns that show it.
+GRADIENT_COLUMNS = ("grads_digest", "foreign_grads_digest", *CLASS_COLUMNS["grads"])
 
 T = TypeVar("T")
 
@@ -23,7 +36,7 @@ class GradientRule(ChainRule):
     """
 
     severity: ClassVar[Severity] = Severity.CRITICAL
-    reads: ClassVar[tuple[str | Flag, ...] | None] = ("grads_digest", "foreign_grads_digest")
+    reads: ClassVar[tuple[str | Flag, ...] | None] = GRADIENT_COLUMNS
     of_several = True
     wants: ClassVar[tuple[str, ...]] = ("gradients", "contract")
     group = "gradients"
@@ -38,13 +51,14 @@ class GradientRule(ChainRule):
             yield from super().report(step, classes)
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
+        shared = parted_over(step, "grads")
         return self.finding(
             step,
-            ranks=verdict.ranks,
+            ranks=named(verdict.ranks, shared),
             subject=verdict.subject[:MAX_NAMES],
             phase=verdict.phase,
             location=verdict.location,
-            evidence={"parameters": len(verdict.subject), **verdict.evidence},
+            evidence={"parameters": len({*map(whole_name, verdict.subject)}), **verdict.evidence, **shared},
         )
 
 
@@ -108,7 +122,7 @@ def _foreign(step: Step) -> dict[int, Mapping[str, str]]:
 
 def _different_models(step: Step) -> bool:
     """Whether no DDP is involved and the ranks do not even have the same parameters: a pipeline, for example."""
-    return step.all(Flag.NO_DDP) and len({frozenset(own) for own in _foreign(step).values()}) > 1
+    return step.all(Flag.NO_DDP) and not are_of_one_model(_foreign(step).values())
 
 
 def misuse(step: Step, read: Callable[[Contract], T | None], flag: Flag) -> tuple[tuple[int, ...], Mapping[int, T]]:

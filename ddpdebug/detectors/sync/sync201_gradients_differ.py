@@ -15,6 +15,22 @@ _ODD: dict[int, Any] = {1: {"grads_digest": 5}}
 _UNUSED = (
     "`{names}` got no gradient on rank {ranks} while `find_unused_parameters` is off: its bucket was never reduced"
 )
+_SHARDED: dict[str, Any] = {
+    "flags": Flag.SHARDED | Flag.NO_DDP,
+    "grads_digest": 0,
+    "class_0_key": 11,
+    "class_0_grads": 7,
+}
+_SHARED_CAUSES = (
+    "each rank has a part of the gradient, and nothing adds these up: `to_local()` without `grad_placements`",
+    "`fully_shard` got a mesh without the dimension over which gradients are to be averaged, or one of one rank",
+    "`set_requires_all_reduce(False)` or `set_requires_gradient_sync(False)` was still in force at the step",
+    "a parameter got no gradient on some ranks: an expert without tokens",
+)
+_SHARED_ACTIONS = (
+    "reduce the gradient over the named dimension of the mesh, or say `to_local(grad_placements=[Partial()])`",
+    "give `fully_shard` the whole mesh, and switch the reduction on before the last micro-batch",
+)
 
 
 class GradientsDiffer(GradientRule):
@@ -47,10 +63,12 @@ class GradientsDiffer(GradientRule):
     fires_on = Examples(
         lambda: step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}), contract=contract(4)),
         lambda: step_at(5, world=2, odd=_ODD),
+        lambda: step_at(5, **_SHARDED, odd={1: {"class_0_grads": 9}}),
         lambda: step_at(5, odd=_ODD, gradients=gradients(4, {1: {"w": "ff"}}, missing=["b"]), contract=contract(4)),
     )
     silent_on = Examples(
         lambda: (step_at(0), step_at(1)),
+        lambda: step_at(5, **_SHARDED, odd={rank: {"class_0_key": 12, "class_0_grads": 8} for rank in (1, 3)}),
         lambda: step_at(5, flags=Flag.LOCAL_ONLY, odd=_ODD),
         lambda: step_at(5, odd=_ODD, contract=contract(4, ddp=0)),
         lambda: step_at(5, world=1),
@@ -66,6 +84,8 @@ class GradientsDiffer(GradientRule):
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
         finding = super().word(step, verdict)
+        if step.any(Flag.SHARDED):
+            return replace(finding, causes=_SHARED_CAUSES, actions=_SHARED_ACTIONS)
         without: dict[str, Any] = verdict.evidence.get("without_gradient", {})
         if not without:
             return finding

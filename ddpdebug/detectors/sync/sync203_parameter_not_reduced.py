@@ -10,6 +10,7 @@ from ddpdebug.detectors.kinds import Examples, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.detectors.sync.sync208_no_synchronisation import NoSynchronisation
 from ddpdebug.schema.details import Contract
+from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
 _W: dict[int, Any] = {rank: {"w": f"{rank}"} for rank in range(4)}
@@ -61,6 +62,8 @@ class ParameterNotReduced(GradientRule):
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
+        if step.any(Flag.SHARDED):
+            return None  # who reduces what is not DDP's matter alone
         names = differing(step)
         reasons: dict[str, str] = {}
         for told in step.answers(Contract).values():

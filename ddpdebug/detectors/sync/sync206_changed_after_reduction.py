@@ -10,6 +10,7 @@ from ddpdebug.detectors.comparison import culprits
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Examples, Findings, RankClasses, Severity, Step, Threshold, Verdict
 from ddpdebug.detectors.sync.gradients import (
+    GRADIENT_COLUMNS,
     GradientRule,
     clip_factors,
     clip_location,
@@ -118,7 +119,7 @@ class ChangedAfterReduction(GradientRule):
             evidence=evidence,
         )
 
-    reads = ("grads_digest", "foreign_grads_digest", Flag.CLIPPED_BEFORE_SYNC)
+    reads = (*GRADIENT_COLUMNS, Flag.CLIPPED_BEFORE_SYNC)
 
     def suspects(self, step: Step) -> bool:
         return bool(gradient_classes(step)) or bool(self._own_factors(step))

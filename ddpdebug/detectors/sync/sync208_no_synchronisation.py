@@ -63,8 +63,8 @@ class NoSynchronisation(GradientRule):
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:
         wrappers = [told.ddp for told in step.answers(Contract).values()]
-        if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)):
-            return None
+        if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)) or step.any(Flag.SHARDED):
+            return None  # FSDP and tensor parallelism reduce without a DDP
         return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})
 
     def word(self, step: Step, verdict: Verdict) -> Finding:

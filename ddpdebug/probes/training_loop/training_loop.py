@@ -389,10 +389,13 @@ class Recipe:
 
     def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
-        if not self._threads.several:
+        optimizers = [o for watch in self._state.watches for o in watch.optimizers()]
+        # FSDP computes with whole parameters of its own, in the place of those that the model has
+        sharded = internals.any_distributed([p for o in optimizers for p in internals.params(o)])
+        if not self._threads.several and not sharded:
             modules = [m for model in self._trained() if (m := model.module()) is not None]
             known = {id(p) for module in modules for p in internals.parameters(module)}
-            known |= held_by(o for watch in self._state.watches for o in watch.optimizers())
+            known |= held_by(optimizers)
             tensors = list(event.tensors())
             known |= self.audit.held() | {id(t) for t in tensors}
             names = unregistered(list(event.outputs()), tensors, root, known)

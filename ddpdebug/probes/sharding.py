@@ -1,0 +1,136 @@
+"""Which ranks hold the same bytes of which parameters, where an optimizer steps DTensors.
+
+Two ranks share a part of a parameter when they stand at the same coordinates of all dimensions of its mesh along which
+it is not replicated. Parameters whose coordinates are alike are one class: its digest in the row covers all of them,
+and is compared between the ranks whose key of the class is equal. A dimension that a parameter's mesh lacks, as that
+of tensor parallelism for a norm under FSDP, parts nothing; a plain parameter is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.schema.announcements import MeshPlace
+from ddpdebug.schema.details import part_name
+from ddpdebug.schema.row import CLASS_SLOTS
+
+#: A class that all ranks are in, in words.
+_EVERYWHERE = "all ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The classes of one optimizer's parameters, by position in its table.
+
+    Args:
+        slots: of each parameter the place of its class in the row, None where nothing of it is compared here.
+        keys: of the classes.
+        names: those of the parameters, with the part where other ranks hold other ones.
+        place: what is announced of them.
+        text: what is compared, and what is not, for people.
+    """
+
+    slots: tuple[int | None, ...]
+    keys: tuple[int, ...]
+    names: tuple[str, ...]
+    place: MeshPlace
+    text: str
+
+    def readable(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return, of the parameters or of one tensor of each, what is read: a shared part in the place of a DTensor."""
+        return [
+            internals.own_part(tensor) if slot is not None and internals.is_distributed(tensor) else tensor
+            for slot, tensor in zip(self.slots, tensors, strict=True)
+        ]
+
+    def readable_gradients(self, parameters: Sequence[Any]) -> list[Any]:
+        """Return what is read of each parameter's gradient; one that lies otherwise than it is the rank's own."""
+        found: list[Any] = []
+        for slot, parameter in zip(self.slots, parameters, strict=True):
+            grad = parameter.grad
+            if slot is not None and internals.is_distributed(grad):
+                alike = internals.is_distributed(parameter) and internals.is_laid_like(grad, parameter)
+                grad = internals.own_part(grad) if alike else grad
+            found.append(grad)
+        return found
+
+    def columns(self, kind: str, digests: Sequence[tuple[int, int]]) -> dict[str, int]:
+        """Return the columns of the row of some digests, each with the position of its parameter."""
+        of: dict[int, list[int]] = {}
+        for position, digest in digests:
+            if (slot := self.slots[position]) is not None:
+                of.setdefault(slot, []).append(digest)
+        found = {f"class_{slot}_{kind}": fingerprint.combine(own) for slot, own in of.items()}
+        return {**found, **{f"class_{slot}_key": key for slot, key in enumerate(self.keys)}}
+
+
+def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[bool], world: int) -> Sharding | None:
+    """Return the classes of an optimizer's parameters; None where it has no DTensors of its own.
+
+    Args:
+        owned: which of them a DDP has, and are compared as its.
+        world: number of ranks.
+    """
+    if not internals.any_distributed(params):
+        return None
+    layouts: list[internals.Layout | None] = []
+    for parameter, is_owned in zip(params, owned, strict=True):
+        distributed = not is_owned and internals.is_distributed(parameter)
+        layouts.append(internals.layout_of(parameter) if distributed else None)
+    if not any(layouts):
+        return None
+    table = [
+        (name, tuple(p.shape), str(p.dtype), layout.text if layout else "")
+        for name, p, layout in zip(names, params, layouts, strict=True)
+    ]
+    model = fingerprint.of_text(repr(table))  # ranks of another model, or of another stage, share nothing with these
+    words = [_words(p, is_owned, layout) for p, is_owned, layout in zip(params, owned, layouts, strict=True)]
+    sizes: dict[str, int] = {}
+    for text, layout in zip(words, layouts, strict=True):
+        if text is not None:
+            apart = 1 if layout is None else math.prod(place.size for place in layout.apart)
+            sizes[text] = sizes.get(text, 0) + (apart < world)
+    shared = sorted((text for text, count in sizes.items() if count), key=lambda text: (-sizes[text], text))
+    if internals.has_stages():
+        shared = []
+    chosen = shared[:CLASS_SLOTS]
+    slots = tuple(chosen.index(text) if text in chosen else None for text in words)
+    parts = tuple(
+        name if slot is None or text is None or text == _EVERYWHERE else part_name(name, text)
+        for name, slot, text in zip(names, slots, words, strict=True)
+    )
+    places = {p.dimension: (p.coordinate, p.size) for layout in layouts if layout is not None for p in layout.places}
+    alone = sum(slot is None and text is not None for slot, text in zip(slots, words, strict=True))
+    parted = sorted({place.dimension for layout in layouts if layout is not None for place in layout.apart})
+    return Sharding(
+        slots=slots,
+        text=_text(parted, shared=sum(sizes[text] for text in chosen), alone=alone),
+        keys=tuple(fingerprint.of_text(f"{model} {text}") for text in chosen),
+        names=parts,
+        place=MeshPlace(
+            places=places,
+            classes={text: sizes[text] for text in chosen},
+            alone=alone,
+        ),
+    )
+
+
+def _text(parted: Sequence[str], *, shared: int, alone: int) -> str:
+    over = f"parameters are sharded over {' and '.join(parted)}" if parted else "parameters are DTensors"
+    if not shared:
+        return f"{over}: nothing is replicated, so only settings, counts of steps and which gradients came are compared"
+    what = f"{over}: {shared} {'is' if shared == 1 else 'are'} compared between the ranks that hold the same part"
+    return f"{what}, {alone} {'has' if alone == 1 else 'have'} no replica" if alone else what
+
+
+def _words(parameter: Any, owned: bool, layout: internals.Layout | None) -> str | None:  # noqa: FBT001 - of a table
+    """Say which part of a parameter a rank holds; None where it is compared otherwise, or cannot be."""
+    if owned or (layout is None and internals.is_distributed(parameter)):
+        return None
+    if layout is None or not layout.apart:
+        return _EVERYWHERE
+    return ", ".join(f"{place.dimension} {place.coordinate} of {place.size}" for place in layout.apart)

@@ -1,0 +1,84 @@
+"""What a DTensor says of itself, without importing `torch.distributed.tensor` where the job has not.
+
+Its properties alone: `to_local` would make an edge of the graph, or a view, which the job's dispatch modes see.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpdebug.torch_internals.names import inherits
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_KINDS = ("DTensor",)
+
+
+class Place(NamedTuple):
+    """Where this rank stands on one dimension of a mesh."""
+
+    dimension: str
+    coordinate: int
+    size: int
+
+
+class Layout(NamedTuple):
+    """How a tensor lies on its mesh: dimensions of one rank are left out, they part nothing."""
+
+    apart: tuple[Place, ...]  # dimensions along which ranks hold different elements, by name
+    places: tuple[Place, ...]  # all dimensions, in the mesh's order
+    shape: tuple[int, ...]  # of the whole tensor
+    text: str  # of its placements
+
+
+def is_distributed(tensor: object) -> bool:
+    """Tell whether a tensor is a DTensor."""
+    kind = type(tensor)
+    return kind not in _PLAIN and inherits(kind, _KINDS)
+
+
+def any_distributed(tensors: Iterable[object]) -> bool:
+    """Tell whether some of the tensors are DTensors; costs nothing more than a set where there are none."""
+    kinds = {*map(type, tensors)} - _PLAIN
+    return any([inherits(kind, _KINDS) for kind in kinds])
+
+
+def layout_of(tensor: Any) -> Layout | None:
+    """Return how a DTensor lies on its mesh; None where this rank is not in that."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        return None
+    names = mesh.mesh_dim_names or tuple(f"dimension {i}" for i in range(mesh.ndim))
+    places = [Place(str(names[i]), int(coordinates[i]), int(mesh.size(i))) for i in range(mesh.ndim)]
+    apart = [place for place, placed in zip(places, placements, strict=True) if not placed.is_replicate()]
+    return Layout(
+        apart=tuple(sorted(place for place in apart if place.size > 1)),
+        places=tuple(place for place in places if place.size > 1),
+        shape=tuple(tensor.shape),
+        text=repr(tuple(placements)),
+    )
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return the elements of a DTensor that this rank holds, without a copy and without a graph."""
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return next(iter([value for value in inner if isinstance(value, torch.Tensor)]))
+
+
+def is_laid_like(tensor: Any, other: Any) -> bool:
+    """Tell whether two DTensors lie on the same mesh in the same way, so that ranks share both or neither."""
+    return bool(tensor.placements == other.placements and tensor.device_mesh == other.device_mesh)
+
+
+def is_whole(tensor: Any) -> bool:
+    """Tell whether every rank of a DTensor's mesh holds all of it."""
+    return all([placed.is_replicate() for placed in tensor.placements])
+
+
+def has_stages() -> bool:
+    """Tell whether the job may be a pipeline, whose ranks hold other layers under the same names."""
+    return "torch.distributed.pipelining" in sys.modules
