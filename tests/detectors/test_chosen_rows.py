@@ -31,7 +31,7 @@ _DECISION = Path(__file__).resolve().parents[2] / "docs/decisions/033-many-ranks
 RULES = [rule for rule in catalog() if not rule.code.startswith("SLOW")]
 #: Judge the rows of all ranks only, and ask for them by no chosen ones.
 BLIND = {rule.code for rule in RULES if rule.all_ranks and rule.wants_all is Detector.wants_all}
-#: Two ranks that are alike are seldom both chosen.
+#: Two ranks that are alike are seldom both chosen, nor are all that hold the same shards.
 NOT_CHOSEN = {"DATA901-1", "SYNC201-2"}
 
 
