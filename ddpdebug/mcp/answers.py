@@ -242,7 +242,7 @@ class Answers:
             "losses": {str(step): {who: losses[who][step] for who in paths} for step in at},
         }
 
-    # --- the one thing that is done -----------------------------------------------------------------------------------
+    # --- what is run --------------------------------------------------------------------------------------------------
 
     def check(
         self, script: str, args: Sequence[str] = (), nproc_per_node: int = 2, steps: int = 20, timeout: int = 600
@@ -267,13 +267,28 @@ class Answers:
         out = root / _FOLDER / f"{utc_now():%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
         words = [f"--{name}={value}" for name, value in given.items()]
         words = ["check", *words, f"--out={out}", "--metrics=off", "--quiet", str(path), *args]
-        with tempfile.TemporaryFile() as output:
-            code = _run(words, root, output, timeout + _GRACE)
-            output.seek(max(0, output.tell() - _MAX_OUTPUT))
-            tail = output.read().decode("utf-8", "replace")
+        done = _run(words, root, timeout + _GRACE)
         run = out.relative_to(root).as_posix()
         state = self.run_state(run) if (out / RUN).is_file() else {}
-        return {"exit_code": code, "output_ends_with": tail, **state, "run": run}
+        return {**done, **state, "run": run}
+
+    def replay(self, bundle: str, script: str, timeout: int = 300) -> dict[str, Any]:
+        """Run a step with a non-finite value again from its bundle, in one process, and name the first bad operation.
+
+        Args:
+            bundle: the bundle's directory, as the evidence of a finding names it, in the directories that are served.
+            script: the file of Python, there too, that has the model's class.
+            timeout: seconds after which it is ended, up to 3600.
+        """
+        (step, root), (path, _) = self._inside(bundle), self._inside(script)
+        if not path.is_file() or path.suffix != ".py":
+            raise UsageError(f"{script[:200]!r} is no file of Python")
+        if not 1 <= timeout <= _MAX_SECONDS:
+            raise UsageError(f"timeout is from 1 to {_MAX_SECONDS}")
+        with tempfile.TemporaryDirectory() as scratch:
+            found = Path(scratch) / "result.json"
+            done = _run(["replay", f"--script={path}", f"--json={found}", str(step)], root, timeout)
+            return {**done, "result": json.loads(found.read_text(encoding="utf-8")) if found.is_file() else None}
 
     # --- where things lie ---------------------------------------------------------------------------------------------
 
@@ -332,8 +347,22 @@ class Answers:
         }
 
 
-def _run(words: Sequence[str], cwd: Path, output: IO[bytes], seconds: float) -> int:
-    """Run ddpdebug in a process group of its own, and end that where it takes too long; return its exit code."""
+def _run(words: Sequence[str], cwd: Path, seconds: float) -> dict[str, Any]:
+    """Run ddpdebug in a process group of its own, and end that where it takes too long.
+
+    Returns:
+        Its exit code, and the end of what it has printed.
+    """
+    with tempfile.TemporaryFile() as output:
+        try:
+            code = _exit_code(words, cwd, output, seconds)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"ddpdebug {words[0]} took longer than {seconds} s and was ended") from None
+        output.seek(max(0, output.tell() - _MAX_OUTPUT))
+        return {"exit_code": code, "output_ends_with": output.read().decode("utf-8", "replace")}
+
+
+def _exit_code(words: Sequence[str], cwd: Path, output: IO[bytes], seconds: float) -> int:
     env = {name: value for name, value in os.environ.items() if name != "DDPDEBUG_MCP_TOKEN"}
     with subprocess.Popen(  # noqa: S603 - our own command, whose script who has started the server lets run
         [sys.executable, "-m", "ddpdebug", *words],

@@ -49,7 +49,8 @@ def make_server(answers: Answers, *, allow_run: bool) -> MCPServer[Any]:
         server.add_tool(_told(tool), annotations=about, structured_output=False)
     if allow_run:
         about = ToolAnnotations(read_only_hint=False, destructive_hint=True, open_world_hint=True)
-        server.add_tool(_told(answers.check), annotations=about, structured_output=False)
+        for running in (answers.check, answers.replay):
+            server.add_tool(_told(running), annotations=about, structured_output=False)
     return server
 
 

@@ -148,8 +148,8 @@ def test_a_check_is_run_where_that_is_allowed(root: Path) -> None:
 
     async def talk(client: Any) -> None:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-        assert tools.keys() == _READING | {"check"}
-        assert not tools["check"].annotations.read_only_hint
+        assert tools.keys() == _READING | {"check", "replay"}
+        assert not any(tools[name].annotations.read_only_hint for name in ("check", "replay"))
         arguments = {"script": "train.py", "args": ["--out=/tmp"], "nproc_per_node": 1, "steps": 2, "timeout": 300}
         done = await _answer(client, "check", **arguments)
         assert (done["exit_code"], done["verdict"]["verdict"]) == (3, "script failed")
@@ -157,6 +157,50 @@ def test_a_check_is_run_where_that_is_allowed(root: Path) -> None:
         assert (await _answer(client, "run_state", run=done["run"]))["verdict"]["exit_code"] == 3
         for script in ("../secret", "/bin/sh", "ddpdebug-runs", "none.py"):
             assert (await client.call_tool("check", {"script": script})).is_error
+
+    _ask(root, talk, "--allow-run")
+
+
+_LOGARITHM = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.log(self.layer(x))
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_bad_step_is_run_again_where_that_is_allowed(root: Path) -> None:
+    """From the bundle that a finding names to the operation."""
+    (root / "train.py").write_text(_LOGARITHM, encoding="utf-8")
+
+    async def talk(client: Any) -> None:
+        done = await _answer(client, "check", script="train.py", nproc_per_node=1, steps=3)
+        assert done["exit_code"] == 1, done
+        (bundle,) = sorted((root / done["run"]).glob("bundles/*"))[:1]
+        about = {"bundle": bundle.relative_to(root).as_posix(), "script": "train.py"}
+        again = await _answer(client, "replay", **about)
+        assert again["exit_code"] == 1, again
+        assert "log" in json.dumps(again["result"])
+        for wrong in ({"bundle": "../secret"}, {"script": "../secret"}, {"script": about["bundle"]}):
+            assert (await client.call_tool("replay", {**about, **wrong})).is_error
 
     _ask(root, talk, "--allow-run")
 
