@@ -69,13 +69,13 @@ class Judging:
         to: Outlets,
     ) -> None:
         self.rank, self.schedule, self.progress = rank, schedule, 0
+        self._guard, self._answering, self._to = guard, answering, to
         self.diagnosis = Diagnosis(world=world, config=config, on_trouble=to.trouble)
         #: Of `diagnosis`: two threads of ours may use it once the ranks cannot talk.
         self.lock = threading.RLock()
         self.many: ManyRanks | None = None  # of more ranks than talk without a tree
         if are_many(world):
-            self.many = ManyRanks(rank, world, self._calls(to, answering))
-        self._guard, self._answering, self._to = guard, answering, to
+            self.many = ManyRanks(rank, world, self._calls())
         facts = self.diagnosis.facts
         self._assembler, self._last_states = Assembler(world, facts), Assembler(world, facts)
         self._doubted = set[int]()  # ranks with rows left out
@@ -83,7 +83,8 @@ class Judging:
         # who has ended, and rank -> last states of it that are still to come then
         self._ended, self._awaited = set[int](), dict[int, int]()
 
-    def _calls(self, to: Outlets, answering: Answering) -> Calls:
+    def _calls(self) -> Calls:
+        to = self._to
         return Calls(
             say=to.say,
             learn=to.learn,
@@ -92,7 +93,7 @@ class Judging:
             report=lambda found: to.report(found, self.progress),
             adopt=lambda found: self._guard.run("diagnosis", self.diagnosis.adopt, found),
             curious=lambda step: self._guard.run("diagnosis", self.diagnosis.curious, step) or (),
-            answer=answering.ask,
+            answer=self._answering.ask,
             tell_again=to.tell_again,
             tell=self._guard.tell,
         )

@@ -793,7 +793,7 @@ class Monitor:
             children=0 if self.starts is not None and self.starts.any_ranks else counts.children,
             evaluations=self.probes.evaluations.without_loss,
             replayed=counts.replayed,
-            sharding=next((w.sharding.text for w in tuple(self.probes.state.watches) if w.sharding is not None), ""),
+            sharding=next(iter([w.sharding.text for w in tuple(self.probes.state.watches) if w.sharding]), ""),
         )
 
     def _on_child(self, fresh: bool) -> None:  # noqa: FBT001 - what happened

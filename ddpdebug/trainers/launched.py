@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def invitation(monitor: Monitor, environ: Mapping[str, str]) -> str | None:
         for field in settings()
         if (value := getattr(monitor.config, field.name)) is not None
     }
-    return json.dumps({"run": monitor.run_id, "settings": given})
+    return json.dumps({"run": monitor.run_id, "settings": given, "shows_metrics": monitor.config.shows_metrics})
 
 
 def join(invited: str, environ: MutableMapping[str, str]) -> None:
@@ -37,6 +38,7 @@ def join(invited: str, environ: MutableMapping[str, str]) -> None:
     known: dict[str, Any] = json.loads(invited)
     environ[RUN_ID] = known["run"]
     config = Config.load(known["settings"], {}, Path("/"))  # all of them: no other source has a word
+    config = replace(config, shows_metrics=known["shows_metrics"])
     if config.steps is not None:
         sys.excepthook = partial(_end_well, sys.excepthook)
     install(config, command=tuple(sys.argv), late=True)

@@ -425,7 +425,7 @@ def test_a_cause_that_comes_back_regularly_is_not_counted_anew() -> None:
 
 def test_what_followed_from_a_cause_that_is_gone_is_reported_when_it_comes_alone() -> None:
     """A consequence that comes back without its cause has another one."""
-    state = {"state_digest": 7}
+    state = {"state_digest": 7, "params_after_digest": 8}
     odds = {3: {2: {**state, "hyper_digest": 3, "lr": 0.7}}, 9: {2: state}}
     steps = [step_at(n, odd=odds.get(n, {})) for n in range(20)]
     told, _ = run(steps, lambda kind, rank, step: [{"lr": 0.1 * (rank == 2)}] if kind == "hyper" else {})

@@ -826,11 +826,11 @@ def test_modes_matter_where_the_model_trains() -> None:
     model = nn.Sequential(body, head)
     modes = Modes()
     assert modes.in_eval(model) is None
-    assert modes.in_eval(model.eval()) == (["0.1", "1.0"], False)
+    assert modes.in_eval(model.eval()) == (["0.1", "1.0"], False, None)
     head.train()
-    assert modes.in_eval(model) == (["0.1"], True)
+    assert modes.in_eval(model) == (["0.1"], True, None)
     frozen = nn.Sequential(body.requires_grad_(False), nn.Linear(4, 2)).eval()
-    assert modes.in_eval(frozen) == ([], False)
+    assert modes.in_eval(frozen) == ([], False, None)
     assert not any(modes.evaluates_in_train(other) for other in (frozen, nn.Linear(1, 1)))
     assert modes.evaluates_in_train(model.train())
 

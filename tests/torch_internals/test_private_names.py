@@ -45,6 +45,13 @@ _ALLOWED = {
     ("pytest_plugin/stacks.py", "_pytest"): "of pytest",
     ("sinks/prometheus/exposition.py", "_total"): "ends the names of counters",
     ("monitor/sinks.py", "_PORT"): "ends the name of a variable",
+    ("printing.py", "_instances"): "of tqdm: the bars that are open",
+    ("checkpoints/names.py", "_orig_mod"): "stands in the names of a checkpoint's entries",
+    ("checkpoints/names.py", "_checkpoint_wrapped_module"): "stands in the names of a checkpoint's entries",
+    ("checkpoints/names.py", "_fsdp_wrapped_module"): "stands in the names of a checkpoint's entries",
+    ("checkpoints/sharded.py", "_StorageInfo"): "names a class in a checkpoint's metadata, which stands in for it",
+    ("checkpoints/sharded.py", "_get_layout"): "names a function in a checkpoint's metadata, which stands in for it",
+    ("checkpoints/sharded.py", "torch.distributed._shard.sharded_tensor.metadata"): "names a module there",
 }
 
 

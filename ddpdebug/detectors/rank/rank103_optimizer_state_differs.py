@@ -120,8 +120,9 @@ class OptimizerStateDiffers(ComparisonRule):
         flat = {rank: _flat(states) for rank, states in told.items()}
         if step.all(Flag.NO_DDP) and not are_of_one_model(told.values()):
             return  # different models on purpose
-        names = [name for name in differing_names(flat) if is_part(name) or all(name in own for own in flat.values())]
-        if not names and len(flat) == len(step.rows):
+        differing = differing_names(flat)
+        names = [name for name in differing if is_part(name) or all(name in own for own in flat.values())]
+        if differing and not names and len(flat) == len(step.rows):
             return  # each of them has its owner
         tolerance = self.config.get("tolerance")
         norms = {rank: states[""] for rank, states in told.items() if "" in states}
