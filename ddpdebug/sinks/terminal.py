@@ -312,8 +312,9 @@ class Summary:
             self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
         sharded = record.step.any(Flag.SHARDED) and "optimizer_state" in outvoted  # what there is to compare
-        self.compared += sharded or bool({"parameters", "gradients"} & outvoted.keys())
-        if any(outvoted.values()):
+        parted = any(outvoted.values())  # in settings too, which are compared in steps that are not checked
+        self.compared += sharded or parted or bool({"parameters", "gradients"} & outvoted.keys())
+        if parted:
             self.disagreed += 1
             self._parted[record.step.optimizer] = record.step.step
         if record.step.any(Flag.LOCAL_ONLY):
@@ -372,8 +373,7 @@ class Summary:
         elif not (self.compared or self.disagreed):
             items += [] if said else ["nothing was compared between the ranks"]
         elif self.disagreed:
-            compared = max(self.compared, self.disagreed)
-            items.append(f"the ranks disagreed in {self.disagreed} of the {compared} that were compared")
+            items.append(f"the ranks disagreed in {self.disagreed} of the {self.compared} that were compared")
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
         if self.local:
