@@ -17,7 +17,7 @@ from typing import Any
 from ddpdebug.ci.json_junit import describe
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, culprits_text, subjects, where
+from ddpdebug.sinks.text import clean, counted, culprits_text, subjects, where
 
 #: GitHub shows ten errors of a step and drops the rest.
 MAX_ANNOTATIONS = 10
@@ -38,7 +38,7 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
     """Return a summary: the verdict, a table of findings, what each rank did, the findings in full."""
     fine = "⚠️" if verdict.word is Word.UNCHECKED else "✅"
     sign = fine if verdict.exit_code == 0 else "❌"
-    counts = f"{len(verdict.failing)} findings that count, {len(verdict.others)} below the threshold"
+    counts = f"{counted(len(verdict.failing), 'finding')} at or above the threshold, {len(verdict.others)} below it"
     about = f"exit code {verdict.exit_code} · {len(verdict.ranks)} ranks · {counts}"
     lines = [f"## {sign} ddpdebug: {verdict.title}", "", about, ""]
     shown = [*verdict.failing, *verdict.others][:_MAX_FINDINGS]
