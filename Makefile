@@ -10,12 +10,13 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # many small processes: one thread each is fastest and leaves the machine usable
 export OMP_NUM_THREADS ?= 1
-# files of tests run beside each other, as many as there are cores; the tests of one file one after the other, because
-# they share the jobs that it starts. The longest files come first (tests/conftest.py)
+# files of tests run beside each other, one more than there are cores, because many wait for processes that they have
+# started; the tests of one file one after the other, because they share these. The longest files come first
+# (tests/conftest.py)
 WORKERS ?= $(shell nproc)
 # the tests start hundreds of interpreters: these compile the same modules only once, whatever the caller's shell says
 unexport PYTHONDONTWRITEBYTECODE
-SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help format lint types test test-change test-slow test-thorough nightly test-harm harm-table test-dist test-monitoring retest detection recordings recorded sample held-out programs bench bench-hangs demo docs dashboards rules up down size check triton site compat gpu pictures

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_jobs import run_jobs  # noqa: F401 - a fixture
 from hypothesis import HealthCheck, settings
 
 # A shell lets its background jobs ignore Ctrl-C, and they pass that on: what the tests start must not inherit it.

@@ -174,23 +174,25 @@ _HANGS = {
 
 
 @pytest.fixture(scope="module")
-def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str]]:
-    """Run both jobs that hang beside each other, as their time has to do for their start: folder, status, errors."""
+def hangs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str]]:
+    """Run the jobs that hang, of the tests that were chosen, beside each other: folder, status, errors."""
+    chosen = {item.name for item in request.session.items if item.path == request.path}
+    jobs = {name: words for name, words in _HANGS.items() if f"test_hang_{name}" in chosen}
     environ = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
     environ.update(DDPDEBUG_METRICS="off", OMP_NUM_THREADS="1")
     started = []
-    for words in _HANGS.values():
+    for words in jobs.values():
         line = [sys.executable, *map(str, (*words, "--timeout", PATIENCE, "--json", "v.json", SCRIPT, "hang", 8))]
         folder = tmp_path_factory.mktemp("hangs")
         process = subprocess.Popen(line, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True)
         started.append((folder, process))
     ended = [(folder, process.communicate(timeout=PATIENCE)[1], process.returncode) for folder, process in started]
-    return {name: (folder, code, err) for name, (folder, err, code) in zip(_HANGS, ended, strict=True)}
+    return {name: (folder, code, err) for name, (folder, err, code) in zip(jobs, ended, strict=True)}
 
 
 @pytest.mark.smoke
 @pytest.mark.slow
-def test_hang(hangs: dict[str, tuple[Path, int, str]], command: Command) -> None:
+def test_hang_own(hangs: dict[str, tuple[Path, int, str]], command: Command) -> None:
     """A job is ended with all its processes as soon as it is known who keeps it, and says so."""
     folder, code, err = hangs["own"]
     assert code == 4, err
@@ -206,7 +208,7 @@ def test_hang(hangs: dict[str, tuple[Path, int, str]], command: Command) -> None
 
 
 @pytest.mark.slow
-def test_hang_under_torchrun(hangs: dict[str, tuple[Path, int, str]]) -> None:
+def test_hang_torchrun(hangs: dict[str, tuple[Path, int, str]]) -> None:
     """Inside ranks of torchrun as well."""
     folder, code, err = hangs["torchrun"]
     assert code == 1, err

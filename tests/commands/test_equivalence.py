@@ -65,7 +65,7 @@ def factories(tmp_path: Path) -> Path:
         # of the rank that is first
         pytest.param("fails", 3, ": exception: KeyError: 'no data'", marks=pytest.mark.slow),
         pytest.param("dies", 4, "rank 1: died by SIGKILL", marks=pytest.mark.slow),
-        ("missing", 2, "has no function 'missing'"),
+        pytest.param("missing", 2, "has no function 'missing'", marks=pytest.mark.slow),
     ],
 )
 def test_exit_codes(command: Command, factories: Path, name: str, code: int, message: str) -> None:

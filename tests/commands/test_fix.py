@@ -106,21 +106,21 @@ def _program(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, code, steps",
+    "name, code, steps, ranks",
     [
-        pytest.param("rcp813_clip_before_unscale", "RCP813", 6, marks=pytest.mark.smoke),
-        pytest.param("mem403_losses_appended", "MEM403", 40, marks=pytest.mark.thorough),
-        pytest.param("rcp808_zero_grad_missing", "RCP808", 6, marks=pytest.mark.thorough),
-        pytest.param("sync207_parameter_unused_on_one_rank", "FAIL1001", 60, marks=pytest.mark.thorough),
-        pytest.param("data902_set_epoch_missing", "DATA902", 60, marks=pytest.mark.thorough),
+        pytest.param("rcp813_clip_before_unscale", "RCP813", 6, 1, marks=pytest.mark.smoke),
+        pytest.param("mem403_losses_appended", "MEM403", 40, 2, marks=pytest.mark.thorough),
+        pytest.param("rcp808_zero_grad_missing", "RCP808", 6, 2, marks=pytest.mark.thorough),
+        pytest.param("sync207_parameter_unused_on_one_rank", "FAIL1001", 60, 2, marks=pytest.mark.thorough),
+        pytest.param("data902_set_epoch_missing", "DATA902", 60, 2, marks=pytest.mark.thorough),
     ],
 )
-def test_a_cure_is_proved(name: str, code: str, steps: int, tmp_path: Path) -> None:
+def test_a_cure_is_proved(name: str, code: str, steps: int, ranks: int, tmp_path: Path) -> None:
     """The fault is found in a copy and not in the changed copy; the script itself is untouched."""
     script = tmp_path / "train.py"
     text = twin(name, fault=True)
     script.write_text(text, encoding="utf-8")
-    options = ("--nproc-per-node=2", f"--steps={steps}", "--metrics=off", "--fail-on=warning", "--out=run")
+    options = (f"--nproc-per-node={ranks}", f"--steps={steps}", "--metrics=off", "--fail-on=warning", "--out=run")
     check = _program("check", *options, "train.py")
     assert check.returncode != 0, check.stderr
     done = _program("fix", "run", "--prove", "--code", code)

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,12 +59,12 @@ def test_every_rank_leaves_a_summary(command: Command, tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.jobs
-def test_a_limit_that_is_not_reached_changes_nothing(command: Command, tmp_path: Path) -> None:
+def test_a_limit_that_is_not_reached_changes_nothing(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     """The counting mode stays out of the way of DDP, the optimizer and ddpdebug itself."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT.replace("60_000", "64"))
-    options = ("--nproc-per-node", 2, "--out", tmp_path / "out", "--memory-limit", 40_000_000)
-    done = command("-m", "ddpdebug", "run", *options, script)
-    assert done.returncode == 0
+    options = ["--metrics", "off", "--out", str(tmp_path / "out"), "--memory-limit", "40000000"]
+    (ranks,) = run_jobs([{"script": str(script), "options": options, "cwd": str(tmp_path)}])
+    assert [rank["status"] for rank in ranks] == [0, 0], ranks
     assert read_findings(tmp_path / "out") == []
     assert not list((tmp_path / "out" / "ranks").glob("*/trouble.jsonl"))

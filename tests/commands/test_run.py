@@ -43,7 +43,7 @@ def plain() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param("torchrun", marks=pytest.mark.smoke), "own", pytest.param("module", marks=pytest.mark.slow)]
+    "way", [pytest.param("torchrun", marks=pytest.mark.slow), "own", pytest.param("module", marks=pytest.mark.slow)]
 )
 def test_ranks(way: str, plain: list[str], command: Command, tmp_path: Path) -> None:
     """Ranks of torchrun and ranks of our own are watched alike, and the job computes what it computes without us."""

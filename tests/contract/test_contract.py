@@ -12,12 +12,9 @@ import ast
 import inspect
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -232,7 +229,7 @@ def words(found: Iterable[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def produced(tmp_path_factory: pytest.TempPathFactory) -> Produced:
+def produced(run_jobs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Produced:
     """Run the jobs, every step of them looked at."""
     folder = tmp_path_factory.mktemp("contract")
     jobs = []
@@ -248,12 +245,8 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> Produced:
             "meets": 0,
         }
         jobs.append({**about, "cwd": str(folder / str(number)), "inject": {"0": _CURIOUS, "1": _CURIOUS}})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    call = [sys.executable, _HERE.parent / "support" / "zygote.py", folder / "jobs.json", folder / "results.json"]
-    subprocess.run(call, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
     found = Produced()
-    for number, result in enumerate(json.loads((folder / "results.json").read_text())):
+    for number, result in enumerate(run_jobs(jobs)):
         assert {rank["status"] for rank in result} == _JOBS[number][3], [rank["err"][-2000:] for rank in result]
         found.take(folder / str(number) / "run")
     return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +30,7 @@ from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import RunEnded, RunStarted, Saved, StepJudged
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
-SCRIPT, ZYGOTE = SUPPORT / "scripts" / "train.py", SUPPORT / "zygote.py"
+SCRIPT = SUPPORT / "scripts" / "train.py"
 
 
 def key(finding: Finding) -> tuple[object, ...]:
@@ -39,7 +39,7 @@ def key(finding: Finding) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(run_jobs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train for a moment on two ranks under `ddpdebug run`: a folder for each mode of the script."""
     folder = tmp_path_factory.mktemp("runs")
     options = ["--metrics=off", "--quiet"]
@@ -47,12 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"script": str(SCRIPT), "args": [mode, "12"], "options": [f"--out={folder / mode}", *options]}
         for mode in ("lr", "clean")
     ]
-    about = {"ranks": 2, "cwd": str(folder), "timeout": 240}
-    (folder / "jobs.json").write_text(json.dumps([{**job, **about} for job in jobs]))
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    words = [sys.executable, ZYGOTE, folder / "jobs.json", folder / "results.json"]
-    subprocess.run(words, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
-    ranks = [rank for job in json.loads((folder / "results.json").read_text()) for rank in job]
+    ranks = [rank for job in run_jobs([{**job, "cwd": str(folder)} for job in jobs]) for rank in job]
     assert {rank["status"] for rank in ranks} == {0}, ranks
     return folder
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from ddpdebug.probes.ddp_wrapper import SLOTS_PER_STEP
 from ddpdebug.run_directory.reader import read_steps
 from ddpdebug.schema.row import CHECKSUM_SLOTS
 
-_ZYGOTE = Path(__file__).resolve().parent.parent / "support" / "zygote.py"
 _STEPS = CHECKSUM_SLOTS // SLOTS_PER_STEP
 #: Two large models with equal names of parameters, both stepped by one optimizer, which must call them otherwise.
 _SCRIPT = f"""
@@ -40,17 +37,12 @@ dist.destroy_process_group()
 
 @pytest.mark.smoke
 @pytest.mark.jobs
-def test_one_optimizer_over_two_large_models_with_equal_names(tmp_path: Path) -> None:
+def test_one_optimizer_over_two_large_models_with_equal_names(run_jobs: Callable[..., Any], tmp_path: Path) -> None:
     """Each checked step has whole checksums of the slots whose turn it is, and SYNC204 can judge the step by them."""
     (tmp_path / "train.py").write_text(_SCRIPT)
     options = ["--out", str(tmp_path / "run"), "--metrics", "off", "--every-step", "--quiet"]
-    job = {"script": str(tmp_path / "train.py"), "args": [], "ranks": 2, "cwd": str(tmp_path), "timeout": 240}
-    job["inject"] = dict.fromkeys("01", "import ddpdebug.exchange.ticks as ticks; ticks.LEAVE_SECONDS = 60.0")
-    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "options": options}]))
-    words = [sys.executable, _ZYGOTE, tmp_path / "jobs.json", tmp_path / "results.json"]
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    subprocess.run(words, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
-    ranks = json.loads((tmp_path / "results.json").read_text())[0]
+    job = {"script": str(tmp_path / "train.py"), "cwd": str(tmp_path), "patient": True}
+    (ranks,) = run_jobs([{**job, "options": options}])
     assert [rank["status"] for rank in ranks] == [0, 0], ranks
     steps = list(read_steps(tmp_path / "run"))
     assert len(steps) == _STEPS

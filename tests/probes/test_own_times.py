@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,16 +40,13 @@ Rows = dict[str, dict[int, list[Row]]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def rows(run_jobs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """The rows of a job, by manner and rank."""
     folder = tmp_path_factory.mktemp("paces")
     options = ["--out", str(folder / "run"), "--every-step", "--metrics-port", "0"]
-    about = {"script": str(_HERE / "scripts" / "paces.py"), "args": _MANNERS, "ranks": 2, "timeout": 300}
-    (folder / "jobs.json").write_text(json.dumps([{**about, "cwd": str(folder), "options": options, "patient": True}]))
-    call = [sys.executable, _HERE.parent / "support" / "zygote.py", folder / "jobs.json", folder / "results.json"]
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DDPDEBUG_", "PYTEST_"))}
-    subprocess.run(call, check=True, env={**environ, "OMP_NUM_THREADS": "1"})
-    result = json.loads((folder / "results.json").read_text())[0]
+    script = str(_HERE / "scripts" / "paces.py")
+    job = {"script": script, "args": _MANNERS, "cwd": str(folder), "options": options, "patient": True}
+    (result,) = run_jobs([job])
     assert [rank["status"] for rank in result] == [0, 0], [rank["err"][-2000:] for rank in result]
     names = next(line.split()[1:] for line in result[0]["out"].splitlines() if line.startswith("manners "))
     found: Rows = {name: {0: [], 1: []} for name in names}

@@ -190,7 +190,7 @@ def store(end: threading.Event) -> None:
 
 def computes(end: threading.Event) -> None:
     while not end.is_set():
-        sum(range(10**8))
+        sum(range(10**7))
 
 
 _KINDS = [

@@ -86,6 +86,7 @@ def test_every_page_of_the_repository_is_in_it(pages: dict[Path, Page], site: Pa
     assert wanted <= reached
 
 
+@pytest.mark.slow
 def test_all_links_between_its_pages_lead_somewhere(pages: dict[Path, Page]) -> None:
     """Also those of the theme, and those to files of the repository."""
     for file, page in pages.items():
@@ -98,6 +99,7 @@ def test_all_links_between_its_pages_lead_somewhere(pages: dict[Path, Page]) -> 
             assert not parts.fragment or unquote(parts.fragment) in pages[other].ids, (file, link)
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
     """So that it works from a disk and tells nobody who reads it."""
     assert [one for page in pages.values() for one in page.loaded if urlsplit(one).netloc] == []

@@ -248,7 +248,12 @@ def spare_the_collector() -> None:
 
 
 #: What is loaded before a watched script begins.
-_OURS = ("ddpdebug.commands.run", "ddpdebug.monitor.attach", "ddpdebug.detectors.catalog")
+_OURS = (
+    "ddpdebug.commands.run",
+    "ddpdebug.monitor.attach",
+    "ddpdebug.detectors.catalog",
+    "ddpdebug.sinks.prometheus.exporter",
+)
 
 
 class Zygote:
