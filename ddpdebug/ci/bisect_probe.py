@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddpdebug.ci.checked import checked
+from ddpdebug.ci.verdict import Word
 from ddpdebug.printing import say
 
 GOOD, BAD, SKIP = "good", "bad", "skip"
 _EXIT = {GOOD: 0, BAD: 1, SKIP: 125}
 _MAX_FINDINGS = 3
-#: The word of a check without findings that has not looked at all.
-_UNCHECKED = "not checked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +75,15 @@ def _check(plan: Plan, tree: Path) -> dict[str, Any]:
     number = len(list(Path(plan.folder).glob("run-*")))
     run = Path(plan.folder) / f"run-{number}"
     run.mkdir()
-    file = run / "verdict.json"
-    words = ["check", "--quiet", f"--out={run / 'run'}", f"--json={file}", *plan.words]
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "GITHUB_"))}
     environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a cache of one commit must not serve another
-    done = subprocess.run(  # noqa: S603 - our own words
-        [sys.executable, "-P", "-m", "ddpdebug", *words],
-        cwd=tree / plan.prefix if (tree / plan.prefix).is_dir() else tree,
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    try:
-        verdict = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        verdict = {"verdict": "no verdict", "findings": []}
-    codes = [finding["code"] for finding in verdict["findings"] if finding["severity"] != "info"]
-    lines = [_line(finding) for finding in verdict["findings"][:_MAX_FINDINGS]]
-    code = 0 if verdict["verdict"] == _UNCHECKED else done.returncode  # no finding; one process is enough here
-    answer = _answer(plan, code, codes)
-    return {"code": code, "codes": codes, "findings": lines, "answer": answer, "verdict": verdict["verdict"]}
+    cwd = tree / plan.prefix if (tree / plan.prefix).is_dir() else tree
+    found = checked(run, plan.words, python=["-P"], cwd=cwd, env=environ)
+    codes = [finding["code"] for finding in found.findings if finding["severity"] != "info"]
+    lines = [_line(finding) for finding in found.findings[:_MAX_FINDINGS]]
+    code = 0 if found.verdict == Word.UNCHECKED.value else found.code  # no finding; one process is enough here
+    answer, verdict = _answer(plan, code, codes), found.verdict or "no verdict"
+    return {"code": code, "codes": codes, "findings": lines, "answer": answer, "verdict": verdict}
 
 
 def _answer(plan: Plan, code: int, codes: Sequence[str]) -> str:

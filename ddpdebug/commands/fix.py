@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 
 import click
 
+from ddpdebug.ci.checked import checked
 from ddpdebug.cures.cures import CURES, ELSEWHERE, cure
 from ddpdebug.cures.source import CannotError, Source
 from ddpdebug.errors import UsageError
@@ -181,11 +180,10 @@ def _proof(run: Mapping[str, Any], diff: _Diff, steps: int) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="ddpdebug-fix-") as folder:
         copy = Path(folder) / "copy"
         _copy(script.parent, copy)
-        line = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--metrics=off", "--quiet"]
-        target = [str(copy / script.name), *words]
-        before, found_before = _check(Path(folder), "before", line, target)
+        line = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--metrics=off", str(copy / script.name), *words]
+        before, found_before = _check(Path(folder) / "before", line)
         (copy / diff.file.relative_to(script.parent)).write_bytes(diff.source.changed().encode())
-        after, found_after = _check(Path(folder), "after", line, target)
+        after, found_after = _check(Path(folder) / "after", line)
     code, checked = diff.finding.code, f"in {steps} steps of {ranks} ranks"
     if code not in found_before:
         return False, f"not proved: the check of a copy does not find it {checked}; its verdict is {before}"
@@ -196,23 +194,13 @@ def _proof(run: Mapping[str, Any], diff: _Diff, steps: int) -> tuple[bool, str]:
     return True, f"cured: found before the change and not after it, {checked}"
 
 
-def _check(folder: Path, name: str, line: list[str], target: list[str]) -> tuple[str, dict[str, bool]]:
+def _check(folder: Path, line: list[str]) -> tuple[str, dict[str, bool]]:
     """Return the verdict's word, and the codes that were found: whether each is an error."""
-    file = folder / f"{name}.json"
-    words = ["check", *line, f"--out={folder / name}", f"--json={file}", *target]
-    subprocess.run(  # noqa: S603 - our own command, with the script that was run
-        [sys.executable, "-m", "ddpdebug", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise CannotError("the check has no verdict") from None
-    found = {each["code"]: each["severity"] in {"error", "critical"} for each in record["findings"]}
-    return str(record["verdict"]), found
+    folder.mkdir()
+    found = checked(folder, line)
+    if not found.verdict:
+        raise CannotError("the check has no verdict")
+    return found.verdict, {each["code"]: each["severity"] in {"error", "critical"} for each in found.findings}
 
 
 def _copy(source: Path, target: Path) -> None:
