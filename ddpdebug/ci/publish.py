@@ -38,6 +38,7 @@ from ddpdebug.run_directory.reader import (
     read_steps,
 )
 from ddpdebug.schema.coverage import Coverage, Tally
+from ddpdebug.schema.ended import Kind, parse_end
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.fanout import redacted_finding
 from ddpdebug.sinks.text import clean, counted, ignored_texts, subjects, where
@@ -108,7 +109,7 @@ def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, r
     late = witness is not None and witness.timed_out
     if late and known is not None and len(outcomes) == world and read_spawned(directory, known) is not None:
         # a script that waits for a word of its ranks, which `--steps` has stopped, is no hang of these
-        late = any(outcome.reason != "stopped" for outcome in outcomes.values())
+        late = any(outcome.ended.kind is not Kind.STOPPED for outcome in outcomes.values())
     damaged = [*(damage(directory) if written else ()), *_lost(directory, known, witness)]
     verdict = judge(
         findings_of(directory, known) if written else (),
@@ -182,8 +183,7 @@ def reported(directory: Path) -> dict[int, Outcome]:
         return {}
     outcomes = {}
     for rank, end in ends.items():
-        fine = end["reason"] in {"finished", "stopped"}
-        outcomes[rank] = _outcome({**end, "rank": rank, "exit_code": 0 if fine else 1})
+        outcomes[rank] = _outcome({**end, "rank": rank, "exit_code": 0 if parse_end(end["reason"]).is_in_order else 1})
     for rank, record in records.items():
         outcomes[rank] = _outcome({**record, "rank": rank}) or outcomes.get(rank)
     return {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome is not None}

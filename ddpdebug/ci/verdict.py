@@ -13,8 +13,9 @@ from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
+from ddpdebug.schema.ended import Ended, Kind, parse_end
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.hangs import ENDED, Parties, is_by_hang, is_hang, is_over, parties, stands
+from ddpdebug.schema.hangs import ENDED, Parties, is_hang, is_over, parties, stands
 from ddpdebug.sinks.text import clean, ranks_text, signal_name
 
 
@@ -47,6 +48,11 @@ class Outcome:
     reason: str
     exit_code: int | None
     steps: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> Ended:
+        """What the reason says."""
+        return parse_end(self.reason)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Outcome:
@@ -137,7 +143,7 @@ class Verdict:
 
     @property
     def fails_unchecked(self) -> bool:
-        """Tell whether what was not checked fails the check.
+        """Whether what was not checked fails the check.
 
         It does where that is required, where nothing says that a step was seen, and where there was nothing to compare
         with.
@@ -291,7 +297,7 @@ def _hang(
     standing = [finding for finding in findings if stands(finding)]
     hung = [rank for rank, end in ends.items() if end is _End.HUNG]
     if not standing or ended or hung:
-        named = {outcomes[rank].reason.split(maxsplit=2)[1] for rank in hung if " " in outcomes[rank].reason}
+        named = {outcomes[rank].ended.code for rank in hung}
         return next((finding for finding in standing if finding.code in named), next(iter(standing), None))
     if any(_failed_by_itself(rank, ends, outcomes) for rank in ends):
         return None
@@ -305,7 +311,7 @@ def _failed_by_itself(rank: int, ends: Mapping[int, _End], outcomes: Mapping[int
 
 def _in_hang(rank: int, outcome: Outcome | None, known: Parties | None) -> str:
     """Return what a rank did in a hang; empty where its own account says more, or nothing is known."""
-    if known is None or (outcome is not None and not (is_by_hang(outcome.reason) or _lost_its_peer(outcome))):
+    if known is None or (outcome is not None and not (outcome.ended.kind is Kind.HANG or _lost_its_peer(outcome))):
         return ""
     if rank in known.waiting:
         return f"waits in {known.waiting[rank]}"
@@ -395,9 +401,9 @@ def _lost_its_peer(outcome: Outcome | None) -> bool:
 
 def _end(outcome: Outcome | None, status: int | None) -> _End:
     if outcome is not None:
-        if outcome.reason.startswith("exception: FindingError"):
+        if outcome.ended.kind is Kind.FINDING:
             return _End.BY_FINDING
-        if is_by_hang(outcome.reason):
+        if outcome.ended.kind is Kind.HANG:
             return _End.HUNG
         failed = outcome.exit_code not in {0, None} or (status or 0) > 0
         return _End.FAILED if failed else _End.DONE

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from ddpdebug.progress.frames import KINDS
 from ddpdebug.schema.announcements import Hang
+from ddpdebug.schema.ended import Kind
 from ddpdebug.schema.progress import Call, RankProgress
 
 #: Seconds in one place from which on a rank counts as waiting.
@@ -52,7 +53,7 @@ GRAVITY: Mapping[str, int] = {"busy": 0, "stuck": 1, "silent": 2, "cycle": 3, "m
 #: Of a collective that does not end though all are in it: anything else that is found says more.
 _SAME_CALL_GRAVITY = -1
 #: Reasons of an end that nothing is wrong with: who has come to it has made all its calls.
-IN_ORDER = frozenset({"finished", "stopped"})
+IN_ORDER = frozenset({Kind.FINISHED, Kind.STOPPED})
 #: Functions of torch's that send from rank to rank.
 _MESSAGES = frozenset({"batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"})
 _MOST_FRAMES = 12
@@ -173,14 +174,14 @@ def _is_silent_too_long(one: Seen) -> bool:
 
 
 def _is_sure(one: Seen) -> bool:
-    """Tell whether one that is silent and runs will not be done soon."""
+    """Whether one that is silent and runs will not be done soon."""
     if _is_matching(one) and one.silent >= MATCHING_SECONDS and one.ran >= MATCHED_SECONDS:
         return True
     return one.silent >= RUNNING_SURE_SECONDS and one.ran >= RAN_SECONDS
 
 
 def _is_matching(one: Seen) -> bool:
-    """Tell whether one that is silent matches a regular expression now."""
+    """Whether one that is silent matches a regular expression now."""
     return one.now and one.progress is not None and one.progress.kind == "regex"
 
 

@@ -16,6 +16,7 @@ from ddpdebug.redaction import redact
 from ddpdebug.reports.html import SWATCHES, Points, duration, heat_map, lines, page_head, parting, text, timeline
 from ddpdebug.reports.reading import PARTS, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
+from ddpdebug.schema.ended import parse_end
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.hangs import is_hang, stands
 from ddpdebug.sinks.text import clean, counted, evidence_lines, percent, ranks_text, subjects, where
@@ -301,7 +302,7 @@ def _last_words(history: History) -> str:
     """Return what each rank did last, by its black box, of a run that did not end well."""
     outcome = history.run.get("outcome")
     reason = outcome.get("reason") if isinstance(outcome, dict) else None
-    if reason in {"finished", "stopped"} and not any(map(stands, history.findings)):
+    if parse_end(str(reason)).is_in_order and not any(map(stands, history.findings)):
         return ""
     ranks = read_ranks(history.directory, int(history.run.get("world") or 0), notes=_MAX_NOTES)
     if not ranks:

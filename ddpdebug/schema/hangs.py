@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ddpdebug.schema.ended import Kind, parse_end
 from ddpdebug.schema.finding import Finding, Severity
 
 #: How long a hang that may end by itself has to do so. It is named 5 to 12 s after it began, so that a stop of 8 s, and
@@ -20,21 +21,20 @@ SURE_GRACE_SECONDS = 3.0
 #: Evidence of a hang that is over: after how long.
 ENDED = "ended_after_seconds"
 _MOST, _MAX_TEXT = 256, 600
-_REASON = "hang: "
 
 
 def is_hang(finding: Finding) -> bool:
-    """Tell whether a finding is about ranks that wait for others."""
+    """Whether a finding is about ranks that wait for others."""
     return finding.code.startswith("HANG")
 
 
 def is_over(finding: Finding) -> bool:
-    """Tell whether a finding is a hang that has ended by itself."""
+    """Whether a finding is a hang that has ended by itself."""
     return is_hang(finding) and ENDED in finding.evidence
 
 
 def stands(finding: Finding) -> bool:
-    """Tell whether a finding is a hang that goes on, as far as is known, and keeps the job from its end.
+    """Whether a finding is a hang that goes on, as far as is known, and keeps the job from its end.
 
     A rank that is at work for very long is a warning, and never one.
     """
@@ -49,12 +49,12 @@ def grace(finding: Finding) -> float:
 
 def reason_of(finding: Finding) -> str:
     """Return why a rank ends that leaves because of a hang, as `RunEnded` has it."""
-    return f"{_REASON}{finding.code} {finding.title}"
+    return f"{Kind.HANG}: {finding.code} {finding.title}"
 
 
 def is_by_hang(reason: str) -> bool:
-    """Tell whether a rank has left because of a hang, by the reason of its end."""
-    return reason.startswith(_REASON)
+    """Whether a rank has left because of a hang, by the reason of its end."""
+    return parse_end(reason).kind is Kind.HANG
 
 
 class Standing:

@@ -11,12 +11,12 @@ import signal
 from enum import IntEnum
 from typing import NamedTuple
 
+from ddpdebug.schema.ended import Kind, parse_end
+
 #: What a run may have come to: the words of a check's verdict as far as a single rank can know, and `cancelled`.
 OUTCOMES = ("clean", "findings", "failed", "cancelled", "lost")
 #: By these somebody asks a process to end; nobody does by any other.
 _ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_HANG = re.compile(r"hang: ([A-Z]{2,4}\d{3})\b")
-_EXCEPTION = re.compile(r"exception: (?:\w+\.)*(\w+)")
 
 
 #: What a run is called where there are many: when it began, and its id. Run directories are named so as well.
@@ -83,18 +83,17 @@ def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:  # 
         reason: of `RunEnded`.
         gravest: the code of the gravest finding at error or above, empty where there is none.
     """
-    if reason == "interrupted":
+    known = parse_end(reason)
+    if known.kind is Kind.INTERRUPTED:
         return End(RunState.CANCELLED, "cancelled", "SIGINT")
-    if reason.startswith("exception: FindingError"):
-        code = re.search(r"\b[A-Z]{2,4}\d{3}\b", reason)
-        return End(RunState.FAILED, "findings", code[0] if code else gravest)
-    if (known := _HANG.match(reason)) is not None:
-        return End(RunState.FAILED, "failed", known[1])
-    if reason.startswith("exception: SystemExit") and (number := _signal(exit_code)) in _ASKED:
+    if known.kind is Kind.FINDING:
+        return End(RunState.FAILED, "findings", known.code or gravest)
+    if known.kind is Kind.HANG:
+        return End(RunState.FAILED, "failed", known.code)
+    if known.error == "SystemExit" and (number := _signal(exit_code)) in _ASKED:
         return End(RunState.CANCELLED, "cancelled", _name(number))  # a handler of the script's own
-    if reason.startswith("exception"):
-        known = _EXCEPTION.match(reason)
-        return End(RunState.FAILED, "failed", known[1][:60] if known else "")
+    if known.kind is Kind.EXCEPTION:
+        return End(RunState.FAILED, "failed", known.error)
     if exit_code:
         return End(RunState.FAILED, "failed")
     return End(RunState.FINISHED, "findings" if gravest else "clean", gravest)

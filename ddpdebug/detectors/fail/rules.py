@@ -17,8 +17,8 @@ from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Finding, Findings, Severity
 from ddpdebug.errors import essence
 from ddpdebug.schema.announcements import Announcement, End, Failure
+from ddpdebug.schema.ended import Kind, parse_end
 
-_PREFIX = "exception: "
 #: What torch raises at the first call after a kernel has found a value that it must not be given.
 ON_DEVICE = "device-side assert triggered"
 
@@ -120,7 +120,7 @@ def _first(number: int, texts: list[str]) -> list[str]:
 
 
 def _error(fact: Failure) -> str:
-    return essence(fact.reason.removeprefix(_PREFIX))
+    return essence(parse_end(fact.reason).text)
 
 
 def _place(fact: Failure) -> str:
@@ -156,19 +156,19 @@ def _table() -> dict[str, Entry]:
 @cache
 def code_of(reason: str) -> str | None:
     """Return the code of the first rule that knows an error, by the reason `exception: <class>: <text>`."""
-    if not reason.startswith(_PREFIX):
+    known = parse_end(reason)
+    if known.kind not in {Kind.EXCEPTION, Kind.FINDING}:
         return None
-    text = reason.removeprefix(_PREFIX)
-    return next((code for code, pattern in _patterns().items() if pattern.search(text)), None)
+    return next((code for code, pattern in _patterns().items() if pattern.search(known.text)), None)
 
 
 def is_victims(reason: str) -> bool:
-    """Tell whether a rank ends with what ranks end with whose peer has gone, or does not answer."""
+    """Whether a rank ends with what ranks end with whose peer has gone, or does not answer."""
     return code_of(reason) in _OF_VICTIMS
 
 
 def is_by_loss(reason: str) -> bool:
-    """Tell whether a rank ends because another one's connection is closed."""
+    """Whether a rank ends because another one's connection is closed."""
     return code_of(reason) == _LOSS
 
 
@@ -199,7 +199,7 @@ _KNOWN = {"step": 4, "raised_in": 5, "location": "train.py:40", "phase": "forwar
 
 
 def _ends_with(reason: str, **known: Any) -> Facts:
-    return Facts(topic="alone:failure", values={1: {"reason": f"{_PREFIX}{reason}", **known}})
+    return Facts(topic="alone:failure", values={1: {"reason": f"{Kind.EXCEPTION}: {reason}", **known}})
 
 
 def _rule(code: str, entry: Entry) -> type[TorchError]:

@@ -20,6 +20,7 @@ from ddpdebug.detectors.kinds import (
     Threshold,
 )
 from ddpdebug.schema.announcements import End
+from ddpdebug.schema.ended import parse_end
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import outvoted
 
@@ -163,7 +164,7 @@ class StepCountsDiffer(ComparisonRule):
 
     def compare(self, topic: str, facts: Mapping[int, End]) -> Findings:
         told = dict(sorted(facts.items()))
-        regular = all(fact.reason.startswith(("finished", "stopped")) for fact in told.values())
+        regular = all([parse_end(fact.reason).is_in_order for fact in told.values()])
         if self._fired or not regular or len(told) < 2:
             return
         counts = {rank: {int(k): n for k, n in fact.steps.items()} for rank, fact in told.items()}

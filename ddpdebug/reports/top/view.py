@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpdebug.reports.top.snapshot import RankView, Snapshot
+from ddpdebug.schema.ended import parse_end
 from ddpdebug.sinks.text import clean, number, percent
 
 _GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yellow", "dim"
@@ -150,7 +151,7 @@ def _state(rank: RankView, snapshot: Snapshot) -> Text:
     if rank.nonfinite:
         return Text("NaN or Inf", _BAD)
     if rank.ended:
-        return Text(clean(rank.ended, 40), _DIM if rank.ended in {"finished", "stopped"} else _BAD)
+        return Text(clean(rank.ended, 40), _DIM if parse_end(rank.ended).is_in_order else _BAD)
     return Text("ok" if rank.step is not None else "no step yet", _DIM)
 
 
