@@ -140,7 +140,7 @@ def _word_bytes(size: int) -> int:
 
 
 def _is_block(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements are one block of memory, of whole words that the device can load."""
+    """Whether a tensor's elements are one block of memory, of whole words that the device can load."""
     if type(tensor) not in PLAIN or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return False
     size = tensor.nbytes

@@ -39,7 +39,7 @@ def keep(thing: object) -> None:
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Tell whether an error says, or was raised because of one that says, that the device cannot be used any more."""
+    """Whether an error says, or was raised because of one that says, that the device cannot be used any more."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
@@ -60,7 +60,7 @@ class Failure:
         self._calls: list[Callable[[], object]] = []
 
     def note(self, error: BaseException | None) -> bool:
-        """Tell whether an error is that of a device that has failed; the first one is announced."""
+        """Whether an error is that of a device that has failed; the first one is announced."""
         if not is_failure(error):
             return False
         with self._noting:
@@ -104,7 +104,7 @@ class Captures:
 
     @property
     def in_progress(self) -> bool:
-        """Tell whether there is one."""
+        """Whether there is one."""
         return self._number > 0
 
     def ask(self, question: Callable[[], _T]) -> _T | None:
@@ -122,7 +122,7 @@ class Captures:
             raise
 
     def is_reached(self, event: Any) -> bool:
-        """Tell whether an event has been reached, as far as the device may be asked."""
+        """Whether an event has been reached, as far as the device may be asked."""
         return bool(self.ask(event.query))
 
     def wait_for(self, event: Any) -> None:

@@ -229,7 +229,7 @@ def _storage_bytes(tensor: Tensor) -> int:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Tell whether a dense tensor has all of its memory: FSDP and others free it while the tensor stays."""
+    """Whether a dense tensor has all of its memory: FSDP and others free it while the tensor stays."""
     if tensor.is_meta or _storage_bytes(tensor) < 0 or tensor.untyped_storage().device.type == "meta":
         return False
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

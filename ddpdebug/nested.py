@@ -90,7 +90,7 @@ def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def is_container(value: Any) -> bool:
-    """Tell whether a value is a plain container, which can be made anew from its items."""
+    """Whether a value is a plain container, which can be made anew from its items."""
     kind = type(value)
     return kind in {dict, list, tuple} or (is_a(value, tuple) and hasattr(kind, "_make"))
 

@@ -115,7 +115,7 @@ def _pairs(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor."""
+    """Whether a tensor is a DTensor."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _becomes_script(words: Sequence[str]) -> bool:
-    """Tell whether a line may run a script in this process."""
+    """Whether a line may run a script in this process."""
     in_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return words[:1] == ["run"] or (words[:1] == ["check"] and in_rank)
 

@@ -55,7 +55,7 @@ class Ignored:
         return f"{self.code}:{self.name}" if self.name else self.code
 
     def covers(self, finding: Finding) -> bool:
-        """Tell whether a finding is meant: one of the code, at the place, or of which every name is meant."""
+        """Whether a finding is meant: one of the code, at the place, or of which every name is meant."""
         if finding.code != self.code:
             return False
         if not self.name or _is_at(finding.location, self.name):
@@ -91,7 +91,7 @@ def read(value: Any) -> tuple[Ignored, ...]:
 
 
 def _is_whole(finding: Finding) -> bool:
-    """Tell whether a finding names all that it is about: lists of names are cut, and what is cut off may be another."""
+    """Whether a finding names all that it is about: lists of names are cut, and what is cut off may be another."""
     names, counts = len(finding.subject), map(finding.evidence.get, _COUNTED)
     return 0 < names < MAX_NAMES and all(count <= names for count in counts if isinstance(count, int))
 
@@ -105,6 +105,6 @@ def _is_within(name: str, pattern: str) -> bool:
 
 
 def _is_at(location: str | None, pattern: str) -> bool:
-    """Tell whether a pattern names the file or the line, by the end of its path or all of it."""
+    """Whether a pattern names the file or the line, by the end of its path or all of it."""
     places = () if location is None else (location, location.rpartition(":")[0])
     return any(_matches(place, pattern) or _matches(place, f"*/{pattern}") for place in places)

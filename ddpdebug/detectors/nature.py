@@ -92,7 +92,7 @@ def restart(finding: Finding) -> dict[str, str] | None:
 
 
 def _one_bit(values: object) -> bool:
-    """Tell whether two values of an element are one bit apart, in single or in double precision (or half of single)."""
+    """Whether two values of an element are one bit apart, in single or in double precision (or half of single)."""
     if not isinstance(values, dict):
         return False
     numbers = [value for value in values.values() if isinstance(value, int | float)]

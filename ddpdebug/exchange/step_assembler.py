@@ -76,7 +76,7 @@ class Assembler:
                 yield self._close(key)
 
     def _overdue(self, optimizer: int, step: int) -> bool:
-        """Tell whether to judge a step without the ranks whose rows are missing."""
+        """Whether to judge a step without the ranks whose rows are missing."""
         ahead = self._newest[optimizer] - step
         absent = self._members - self._open[optimizer, step].keys()
         passed = all(self._reached.get(rank, -1) > step for rank in absent)

@@ -112,7 +112,7 @@ class TreeExchange(Exchange):
         return own
 
     def _may_say(self, size: int, more: int) -> bool:
-        """Tell whether another message goes into this tick, after those of `size` bytes."""
+        """Whether another message goes into this tick, after those of `size` bytes."""
         if size:
             return size + more <= self._chunk
         turns = -(-more // self._chunk)  # neighbours have theirs together: what they say alike becomes one

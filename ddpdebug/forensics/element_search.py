@@ -76,7 +76,7 @@ class Elements:
 
     @property
     def busy(self) -> bool:
-        """Tell whether a copy has been made whose result is not known yet."""
+        """Whether a copy has been made whose result is not known yet."""
         return any(search.plan.made is not None for search in self._searches.values())
 
     def begin(self, key: str, optimizer: int, name: str, step: int) -> None:

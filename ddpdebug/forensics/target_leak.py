@@ -126,7 +126,7 @@ def look(capture: ForwardCapture, known: Relation) -> TokenChange | None:
 
 
 def _refuses(module: torch.nn.Module) -> bool:
-    """Tell whether one rank must not run the module alone."""
+    """Whether one rank must not run the module alone."""
     parts = list(internals.modules(module))
     return internals.anything_compiled() or any(
         internals.is_compiled(part) or internals.is_parallel(part) or isinstance(part, torch.jit.ScriptModule)
@@ -337,7 +337,7 @@ class _Level:
         self._pending: Value | None = None
 
     def is_early(self) -> bool:
-        """Tell whether targets that were not moved are looked for now."""
+        """Whether targets that were not moved are looked for now."""
         return not self.over and self._looks == _EARLY + self.unmoved
 
     def take(self, value: Value, ready: Callable[[], bool]) -> float | None:

@@ -51,7 +51,7 @@ _LOGIN = """<!doctype html>
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is one of this machine alone."""
+    """Whether an address is one of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -167,7 +167,7 @@ def _name(host: str) -> str:
 
 
 def _from_here(request: Request, host: str) -> bool:
-    """Tell whether a request comes from a page of this hub, or from no browser at all."""
+    """Whether a request comes from a page of this hub, or from no browser at all."""
     origin = request.headers.get("origin")
     if origin is None:
         return request.headers.get("sec-fetch-site", "none") in {"none", "same-origin"}

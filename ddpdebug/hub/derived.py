@@ -75,7 +75,7 @@ def dumped(value: object) -> str:
 
 
 def is_deep(value: object) -> bool:
-    """Tell whether a value of JSON is nested deeper than one that a run writes."""
+    """Whether a value of JSON is nested deeper than one that a run writes."""
     level = [value]
     for _ in range(_DEEPEST):
         held = [each for each in level if isinstance(each, dict | list)]

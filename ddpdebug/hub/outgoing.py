@@ -69,7 +69,7 @@ class Hook:
     states: frozenset[str] = frozenset({"lost", "failed"})
 
     def wants(self, code: str, severity: str) -> bool:
-        """Tell whether it is told of such findings."""
+        """Whether it is told of such findings."""
         return Severity.parse(severity) >= self.severity and any(fnmatchcase(code, each) for each in self.codes)
 
 

@@ -493,7 +493,7 @@ class Store:
     # --- what is asked ------------------------------------------------------------------------------------------------
 
     def is_over(self, key: str, digest: str | None = None) -> bool:
-        """Tell whether a run is known and has ended; with a digest, whether that of its `run.json` is the same."""
+        """Whether a run is known and has ended; with a digest, whether that of its `run.json` is the same."""
         with self.read() as connection:
             state = connection.execute(select(run.c.state).where(run.c.key == key)).scalar()
             known = select(file.c.digest).where(file.c.run == key, file.c.path == RUN)

@@ -67,11 +67,11 @@ class Thread:
         self._runs.release()
 
     def is_alive(self) -> bool:
-        """Tell whether it runs; none does in a forked child."""
+        """Whether it runs; none does in a forked child."""
         return not self._over and self._pid == os.getpid()
 
     def is_here(self) -> bool:
-        """Tell whether the caller runs in it."""
+        """Whether the caller runs in it."""
         return self.is_alive() and self._ident == _thread.get_ident()
 
     def join(self, seconds: float = -1.0) -> None:

@@ -40,7 +40,7 @@ _inside: list[bool] = []  # has something in the copy
 
 
 def is_disposable() -> bool:
-    """Tell whether this process is such a copy."""
+    """Whether this process is such a copy."""
     return bool(_inside)
 
 

@@ -179,7 +179,7 @@ def _writable_shared() -> list[tuple[int, int, str]]:
 
 
 def shares_memory(own: int) -> bool:
-    """Tell whether this process has writable memory that other processes see, other than its own."""
+    """Whether this process has writable memory that other processes see, other than its own."""
     return any([start != own and not name.startswith(_DEVICES) for start, _, name in _writable_shared()])
 
 

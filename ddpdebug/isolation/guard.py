@@ -86,7 +86,7 @@ class Guard:
 
     @property
     def active(self) -> bool:
-        """Tell whether a probe runs in this thread."""
+        """Whether a probe runs in this thread."""
         return self._threads.inside.depth > 0
 
     def elapsed(self) -> float:
@@ -133,7 +133,7 @@ class Guard:
                 self.seconds += time.perf_counter() - inside.entered
 
     def _is_of_device(self, part: str) -> bool:
-        """Tell whether a part must not run while a graph is captured, or once a device has failed."""
+        """Whether a part must not run while a graph is captured, or once a device has failed."""
         if failure.failed and part.startswith(_OF_TENSORS):
             return True
         of_devices = part in _ON_DEVICES or not part.startswith("close")

@@ -51,7 +51,7 @@ def _top(name: str) -> str:
 
 
 def _is_installed(module: ModuleType) -> bool:
-    """Tell whether a module is of the standard library or of a folder of installed packages."""
+    """Whether a module is of the standard library or of a folder of installed packages."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
         return True  # built in, frozen, or made by hand
@@ -60,14 +60,14 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _is_for_installed(entry: str) -> bool:
-    """Tell whether an entry of `sys.path` is one of those."""
+    """Whether an entry of `sys.path` is one of those."""
     folder, name = os.path.split(os.path.normpath(entry))
     is_stdlib = os.path.join(folder, name) == _STDLIB or (folder == _STDLIB and name == "lib-dynload")  # noqa: PTH118
     return is_stdlib or name in {"site-packages", "dist-packages"} or (name[:6] == "python" and name[-4:] == ".zip")
 
 
 def _finds_another(name: str) -> bool:
-    """Tell whether the script would find another module under a name than the one that is loaded."""
+    """Whether the script would find another module under a name than the one that is loaded."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) == "frozen":
         return False

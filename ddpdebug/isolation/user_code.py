@@ -23,7 +23,7 @@ _RAISE_HERE = frozenset({*sys.stdlib_module_names, *_LIBRARIES})
 
 
 def is_users(error: BaseException) -> bool:
-    """Tell whether the user's own code raised an error on its own account while ours was running.
+    """Whether the user's own code raised an error on its own account while ours was running.
 
     So does what the interpreter calls between two of our lines, with the frame that it interrupts as an argument: a
     signal handler, a function that traces or profiles. So does another thread that has an exception raised here: its
@@ -162,7 +162,7 @@ _MOST_LINES = 1024
 
 
 def is_user_file(name: str) -> bool:
-    """Tell whether a file is neither ours nor torch's, another package's or the standard library's."""
+    """Whether a file is neither ours nor torch's, another package's or the standard library's."""
     known = _seen.get(name)
     if known is None:
         libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")

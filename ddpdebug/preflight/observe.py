@@ -125,7 +125,7 @@ class _Watcher(TorchFunctionMode):
 
 
 def _of_one_tensor(one: Tensor, other: Tensor | None = None) -> bool:
-    """Tell whether both are views of one tensor: every sample with every other one of it is meant so."""
+    """Whether both are views of one tensor: every sample with every other one of it is meant so."""
     try:
         return other is None or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

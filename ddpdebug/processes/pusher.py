@@ -267,7 +267,7 @@ class _Process:
         return over
 
     def _is_quiet(self) -> bool:
-        """Tell whether all that belongs to the run has had time to write how it ended."""
+        """Whether all that belongs to the run has had time to write how it ended."""
         return self._gone is not None and time.monotonic() - self._gone >= _AFTER
 
     def _failed(self, url: str, error: Exception, *, at_once: bool, for_good: bool = False) -> None:

@@ -259,7 +259,7 @@ def _check_module(name: str) -> None:
 
 
 def _is_stop(error: BaseException) -> bool:
-    """Tell whether the monitor has stopped the script, which only one that is loaded can do."""
+    """Whether the monitor has stopped the script, which only one that is loaded can do."""
     errors = sys.modules.get("ddpdebug.errors")
     return errors is not None and isinstance(error, errors.StopRun)
 

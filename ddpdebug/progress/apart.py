@@ -77,7 +77,7 @@ def _clashes(calls: Mapping[int, Noted]) -> str | None:
 
 
 def _differ(calls: Mapping[int, Noted], *, by_line: bool) -> bool:
-    """Tell whether ranks have come to a call from another line, or at another step or batch.
+    """Whether ranks have come to a call from another line, or at another step or batch.
 
     Another line alone is no sign that they have parted: both branches of an `if` may make the same call.
     """

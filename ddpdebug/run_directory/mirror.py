@@ -43,7 +43,7 @@ _RANKS_A_SECOND = 32
 
 
 def is_document(path: str) -> bool | None:
-    """Tell whether a file is replaced as a whole, or grows; None for a path that is not mirrored."""
+    """Whether a file is replaced as a whole, or grows; None for a path that is not mirrored."""
     return True if _DOCUMENT.fullmatch(path) else False if _GROWING.fullmatch(path) else None
 
 

@@ -480,7 +480,7 @@ class RankCoverage(Announcement):
 
     @property
     def remarkable(self) -> bool:
-        """Tell whether there is something to say about this rank."""
+        """Whether there is something to say about this rank."""
         return bool(self.unwatched or self.left_out or self.off or self.children or self.by_hand or self.replayed)
 
     @classmethod

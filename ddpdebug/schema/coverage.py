@@ -193,7 +193,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool | None:
-        """Tell whether everything was checked that normally is; None while it is too early to say."""
+        """Whether everything was checked that normally is; None while it is too early to say."""
         return not self.missed if self.certain or self.ended else None
 
     def line(self) -> str:

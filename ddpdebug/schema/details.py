@@ -520,7 +520,7 @@ def whole_name(name: str) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a name is that of a part of a parameter, which only some ranks hold."""
+    """Whether a name is that of a part of a parameter, which only some ranks hold."""
     return whole_name(name) != name
 
 

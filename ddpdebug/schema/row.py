@@ -254,7 +254,7 @@ class Row(NamedTuple):
         return {phase: seconds if seconds >= 0 else 0.0 for phase, seconds in found.items()}
 
     def has(self, flag: Flag) -> bool:
-        """Tell whether `flag` is set."""
+        """Whether `flag` is set."""
         return bool(self.flags & flag)
 
 

@@ -36,7 +36,7 @@ SUMS: Mapping[str, Callable[[Row], float]] = {
 
 
 def are_many(ranks: int) -> bool:
-    """Tell whether so many ranks talk over the tree, and are judged by chosen rows."""
+    """Whether so many ranks talk over the tree, and are judged by chosen rows."""
     return ranks > FLAT
 
 
@@ -158,11 +158,11 @@ class Step:
         return found
 
     def known(self, name: str) -> bool:
-        """Tell whether every rank of the step computed the digest field."""
+        """Whether every rank of the step computed the digest field."""
         return 0 not in self.columns[name]
 
     def agrees(self, name: str) -> bool:
-        """Tell whether the digest field is known on every rank and equal."""
+        """Whether the digest field is known on every rank and equal."""
         return self.known(name) and name not in self.differing
 
     def total(self, name: str) -> tuple[int, float]:
@@ -211,11 +211,11 @@ class Step:
         return {rank: found[rank] for rank in sorted(found) if found[rank]}
 
     def any(self, flag: Flag) -> bool:
-        """Tell whether some rank has the flag."""
+        """Whether some rank has the flag."""
         return bool(self.some & int(flag))  # operators of IntFlag are slow
 
     def all(self, flag: Flag) -> bool:
-        """Tell whether every rank has the flag."""
+        """Whether every rank has the flag."""
         bits = int(flag)
         if self.told is not None and bits & (bits - 1) == 0:
             return bool(self.told.common & bits)

@@ -176,7 +176,7 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
 
 
 def _are_ranks(sides: object) -> bool:
-    """Tell whether a value, of a file that may be damaged, is groups of ranks."""
+    """Whether a value, of a file that may be damaged, is groups of ranks."""
     groups = sides if isinstance(sides, list | tuple) else [None]
     return all(isinstance(side, list | tuple) and all(type(rank) is int for rank in side) for side in groups)
 

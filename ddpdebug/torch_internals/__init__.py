@@ -421,12 +421,12 @@ def group_ranks(ddp: DistributedDataParallel) -> list[int]:
 
 
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Tell whether DDP keeps buffers equal (`forward_sync_buffers`, formerly `broadcast_buffers`)."""
+    """Whether DDP keeps buffers equal (`forward_sync_buffers`, formerly `broadcast_buffers`)."""
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
 
 
 def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
-    """Tell whether this forward broadcasts buffers."""
+    """Whether this forward broadcasts buffers."""
     probe = getattr(ddp, names.SYNCS_BUFFERS, None)
     return bool(probe()) if probe is not None else broadcasts_buffers(ddp)
 
@@ -437,7 +437,7 @@ def join_session(ddp: DistributedDataParallel) -> object | None:
 
 
 def in_join(ddp: DistributedDataParallel) -> bool:
-    """Tell whether the wrapper is inside its `join` context."""
+    """Whether the wrapper is inside its `join` context."""
     return bool(getattr(getattr(ddp, names.JOIN_CONFIG, None), "enable", False))
 
 
@@ -470,7 +470,7 @@ def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
 
 
 def anything_compiled() -> bool:
-    """Tell whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
+    """Whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
     backends = names.compiled_backends() if names.DYNAMO in sys.modules else None
     return isinstance(backends, dict) and any([backend is not None for backend in backends.values()])
 
@@ -494,7 +494,7 @@ def mersenne_position(state: bytes) -> tuple[bytes, int, int] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor can be read like an array: it has elements of its own, in strided memory.
+    """Whether a tensor can be read like an array: it has elements of its own, in strided memory.
 
     So it is not sparse (in any layout), nested, quantized, on `meta`, for oneDNN, wrapped by functorch, without memory
     yet, or of a class that does its operations itself (DTensor, fake).
@@ -528,7 +528,7 @@ _REAL = frozenset({torch.float32, torch.float64})
 
 
 def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether many tensors can be read by one operation: plain ones of one real dtype in host memory.
+    """Whether many tensors can be read by one operation: plain ones of one real dtype in host memory.
 
     One look at each where `is_plain` and what else is asked of a single tensor takes ten; false says nothing.
     """
@@ -596,12 +596,12 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_traced() -> bool:
-    """Tell whether `torch.jit.trace` records what is done now."""
+    """Whether `torch.jit.trace` records what is done now."""
     return names.tracing_state() is not None
 
 
 def is_leaf(module: torch.nn.Module) -> bool:
-    """Tell whether a module has no children; `children()` is a generator over a set, which costs ten times as much."""
+    """Whether a module has no children; `children()` is a generator over a set, which costs ten times as much."""
     children = getattr(module, names.MODULES)
     return not children or all([child is None for child in children.values()])
 
@@ -633,12 +633,12 @@ LoaderIterator: Any = names.LoaderIterator
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Tell whether the optimizer's state is sharded over ranks on purpose (ZeroRedundancyOptimizer)."""
+    """Whether the optimizer's state is sharded over ranks on purpose (ZeroRedundancyOptimizer)."""
     return inherits(type(optimizer), ("ZeroRedundancyOptimizer",))
 
 
 def is_local_sgd_state(state: object) -> bool:
-    """Tell whether a comm hook's state declares local SGD."""
+    """Whether a comm hook's state declares local SGD."""
     return inherits(type(state), ("PostLocalSGDState",))
 
 
@@ -654,7 +654,7 @@ def claim_process() -> None:
 
 
 def is_claimed() -> bool:
-    """Tell whether what is process-wide may be changed for a while: nobody trains here, or a test of pytest runs."""
+    """Whether what is process-wide may be changed for a while: nobody trains here, or a test of pytest runs."""
     return _claimed or ("pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
 
 
@@ -703,5 +703,5 @@ def one_rank() -> Iterator[None]:
 
 
 def is_one_of_several() -> bool:
-    """Tell whether this process belongs to a default group of several ranks."""
+    """Whether this process belongs to a default group of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -135,7 +135,7 @@ def name_of(group: Any) -> str:
 
 
 def counts_messages(group: Any) -> bool:
-    """Tell whether a group counts messages from rank to rank among its collectives."""
+    """Whether a group counts messages from rank to rank among its collectives."""
     try:
         return "gloo" in str(dist.get_backend(group))
     except (KeyError, RuntimeError, ValueError):  # a group that torch does not know

@@ -35,13 +35,13 @@ class Layout(NamedTuple):
 
 
 def is_distributed(tensor: object) -> bool:
-    """Tell whether a tensor is a DTensor."""
+    """Whether a tensor is a DTensor."""
     kind = type(tensor)
     return kind not in _PLAIN and inherits(kind, _KINDS)
 
 
 def any_distributed(tensors: Iterable[object]) -> bool:
-    """Tell whether some of the tensors are DTensors; costs nothing more than a set where there are none."""
+    """Whether some of the tensors are DTensors; costs nothing more than a set where there are none."""
     kinds = {*map(type, tensors)} - _PLAIN
     return any([inherits(kind, _KINDS) for kind in kinds])
 
@@ -70,15 +70,15 @@ def own_part(tensor: Any) -> torch.Tensor:
 
 
 def is_laid_like(tensor: Any, other: Any) -> bool:
-    """Tell whether two DTensors lie on the same mesh in the same way, so that ranks share both or neither."""
+    """Whether two DTensors lie on the same mesh in the same way, so that ranks share both or neither."""
     return bool(tensor.placements == other.placements and tensor.device_mesh == other.device_mesh)
 
 
 def is_whole(tensor: Any) -> bool:
-    """Tell whether every rank of a DTensor's mesh holds all of it."""
+    """Whether every rank of a DTensor's mesh holds all of it."""
     return all([placed.is_replicate() for placed in tensor.placements])
 
 
 def has_stages() -> bool:
-    """Tell whether the job may be a pipeline, whose ranks hold other layers under the same names."""
+    """Whether the job may be a pipeline, whose ranks hold other layers under the same names."""
     return "torch.distributed.pipelining" in sys.modules

@@ -102,7 +102,7 @@ def weave(
 
 
 def _is_woven(function: FunctionType) -> bool:
-    """Tell whether a function's code is the one with looks in it."""
+    """Whether a function's code is the one with looks in it."""
     woven = _woven.get(function)
     return woven is not None and bool(woven.looks) and function.__code__ is woven.code
 
@@ -173,7 +173,7 @@ def look_around(function: FunctionType, look: Around, also: str = "") -> Callabl
 
 
 def lies_around(look: Around, function: Any) -> bool:
-    """Tell whether this look lies around a function's body: there may be others, of somebody else's."""
+    """Whether this look lies around a function's body: there may be others, of somebody else's."""
     if not isinstance(function, FunctionType) or not _is_woven(function):
         return False
     return any([one is look for kind in _around.get(function, {}).values() for one in kind.looks])
@@ -330,7 +330,7 @@ def _filled(code: CodeType, put: Mapping[str, Any]) -> CodeType:
 
 
 def _is_alike(plain: CodeType, original: CodeType) -> bool:
-    """Tell whether the source is that of the code."""
+    """Whether the source is that of the code."""
     names = "co_code", "co_varnames", "co_names", "co_freevars", "co_cellvars"
     return all([getattr(plain, name) == getattr(original, name) for name in names])
 

@@ -61,7 +61,7 @@ class SavedHooks:
         self._from = sys.maxsize
 
     def may_lie_on(self, node: Any) -> bool:
-        """Tell whether what a node has saved may have hooks."""
+        """Whether what a node has saved may have hooks."""
         number = int(names.sequence(node)())
         return bool(
             number < self._from

@@ -57,11 +57,11 @@ class Name:
     since: tuple[int, int] = (0, 0)
 
     def is_missing(self) -> bool:
-        """Tell whether this torch should have it and has not."""
+        """Whether this torch should have it and has not."""
         return self.applies() and not self.found()
 
     def is_later(self) -> bool:
-        """Tell whether this torch is known to be older than the name."""
+        """Whether this torch is known to be older than the name."""
         major, minor = torch.__version__.split(".")[:2]
         return (int(major), int(minor)) < self.since
 
@@ -85,7 +85,7 @@ def resolve(path: str) -> Any:
 
 
 def has(path: str) -> bool:
-    """Tell whether something stands at a path."""
+    """Whether something stands at a path."""
     try:
         resolve(path)
     except LookupError:
@@ -94,7 +94,7 @@ def has(path: str) -> bool:
 
 
 def named_in(place: str, name: str) -> bool:
-    """Tell whether the code of torch's function at `place` uses a name: so are attributes of instances probed.
+    """Whether the code of torch's function at `place` uses a name: so are attributes of instances probed.
 
     Where somebody has put a function of his own there, it is taken for granted.
     """

@@ -99,7 +99,7 @@ class _Returns(ast.NodeTransformer):
 
 
 def is_readable(loss: object) -> bool:
-    """Tell whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
+    """Whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
     if names.without_function is None or type(loss) is not torch.Tensor:
         return False
     if loss.is_meta or loss.layout is not torch.strided or names.is_functorch_wrapped(loss):

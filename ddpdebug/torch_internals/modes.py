@@ -19,7 +19,7 @@ from ddpdebug.torch_internals.names import (
 
 
 def can_step_aside() -> bool:
-    """Tell whether operations of ours can be kept from what is active; a transform cannot be left."""
+    """Whether operations of ours can be kept from what is active; a transform cannot be left."""
     return transform() is None and _without_dispatch is not None and _without_function is not None
 
 

@@ -36,7 +36,7 @@ from ddpdebug.torch_internals.lookup import (
 
 
 def inherits(kind: type, names: Iterable[str]) -> bool:
-    """Tell whether a class or one of its bases has one of the names: classes that nobody must import for that."""
+    """Whether a class or one of its bases has one of the names: classes that nobody must import for that."""
     wanted = set(names)
     return any([base.__name__ in wanted for base in kind.__mro__])
 

@@ -150,7 +150,7 @@ def made_by(make: Make) -> Iterator[str]:
 
 
 def is_made(name: str) -> bool:
-    """Tell whether this torch makes a node of that name."""
+    """Whether this torch makes a node of that name."""
     try:
         return name in set(made_by(NODES[name]))
     except (AttributeError, RuntimeError, TypeError):  # the operation is gone, or takes other arguments

@@ -63,7 +63,7 @@ class OperationMode(names.DispatchMode):  # type: ignore[misc]  # looked up, so 
 
 
 def is_sink(node: object) -> bool:
-    """Tell whether an autograd node is the one that DDP puts behind a model's outputs."""
+    """Whether an autograd node is the one that DDP puts behind a model's outputs."""
     return type(node).__name__ == names.SINK
 
 
@@ -96,12 +96,12 @@ def module_tables(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether `torch.compile` made this module or its call."""
+    """Whether `torch.compile` made this module or its call."""
     return hasattr(module, names.ORIGINAL) or getattr(module, names.COMPILED_CALL, None) is not None
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Tell whether `module.compile()` has compiled the calls of a module."""
+    """Whether `module.compile()` has compiled the calls of a module."""
     return module.__dict__.get(names.COMPILED_CALL) is not None
 
 
@@ -116,7 +116,7 @@ def use_one_thread() -> None:
 
 
 def syncs_statistics(module: torch.nn.Module) -> bool:
-    """Tell whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
+    """Whether a module's forward communicates in training: SyncBatchNorm, over more than one rank."""
     if not inherits(type(module), ("SyncBatchNorm",)) or not dist.is_initialized():
         return False
     group: Any = getattr(module, "process_group", None)

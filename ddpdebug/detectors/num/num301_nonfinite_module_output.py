@@ -112,6 +112,6 @@ class NonfiniteModuleOutput(ReplayedRule):
 
 
 def _is_replayed(told: Numerics) -> bool:
-    """Tell whether the model's outputs were not looked at, and a replay says that its forward has made it."""
+    """Whether the model's outputs were not looked at, and a replay says that its forward has made it."""
     replay = told.replay or {}
     return told.output_finite is None and replay.get("phase") == "forward" and bool(replay.get("op"))

@@ -239,7 +239,7 @@ class _DropoutReader(Reader):
         return next((_Drawn(name) for name in sorted(_NOISE) if target is getattr(torch, name)), None)
 
     def _is_filled(self, node: ast.expr, context: Context) -> bool:
-        """Tell whether an expression is a tensor of one constant."""
+        """Whether an expression is a tensor of one constant."""
         match node:
             case ast.Call(func=function, args=[_, value]):
                 target = self._resolve(function, context)

@@ -283,7 +283,7 @@ class Reader:
 
 
 def _is_readable(file: str) -> bool:
-    """Tell whether functions of a file are the user's or those of a package, not machinery."""
+    """Whether functions of a file are the user's or those of a package, not machinery."""
     return is_user_file(file) or ("-packages/" in file and not file.endswith(_MACHINERY))
 
 

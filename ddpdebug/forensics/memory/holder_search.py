@@ -70,7 +70,7 @@ class HolderSearch:
             self._over |= 2 * self._graphs() < self._search.graphs
 
     def known(self) -> bool:
-        """Tell whether there is an answer, and arrange for one if it is this rank's turn."""
+        """Whether there is an answer, and arrange for one if it is this rank's turn."""
         if self.chosen() != self.rank:
             return True
         if self._search is not None and not self._search.made:

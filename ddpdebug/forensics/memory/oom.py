@@ -49,7 +49,7 @@ _REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IG
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error is a failed allocation, of a device or of the host."""
+    """Whether an error is a failed allocation, of a device or of the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and (_CPU_MESSAGE in str(error) or "out of memory" in str(error).lower())

@@ -11,7 +11,7 @@ _NATIVE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def is_floating(value: object) -> bool:
-    """Tell whether a value is a tensor that can hold NaN: on a device, dense, not quantised."""
+    """Whether a value is a tensor that can hold NaN: on a device, dense, not quantised."""
     return (
         isinstance(value, torch.Tensor)
         and (value.is_floating_point() or value.is_complex())

@@ -54,7 +54,7 @@ class Trace:
 
     @property
     def reproduced(self) -> bool:
-        """Tell whether a non-finite value came out."""
+        """Whether a non-finite value came out."""
         return self.culprit is not None
 
     @property

@@ -36,7 +36,7 @@ _PIECE = 16 << 20
 
 
 def can_write(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has elements that can be written: dense, not quantised, with data."""
+    """Whether a tensor has elements that can be written: dense, not quantised, with data."""
     return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 

@@ -55,22 +55,22 @@ class Origin:
 
     @property
     def intended(self) -> bool:
-        """Tell whether these are infinities that somebody wrote down, or keeps in a buffer or an input as a mask."""
+        """Whether these are infinities that somebody wrote down, or keeps in a buffer or an input as a mask."""
         return self.value == "inf" and self.kind in {"literal", "buffer", "input", "tensor"}
 
     @property
     def is_operation(self) -> bool:
-        """Tell whether an operation of the replay made them; otherwise they were there before."""
+        """Whether an operation of the replay made them; otherwise they were there before."""
         return self.kind in {"op", "literal", "uninitialised"}
 
     @property
     def is_builtin(self) -> bool:
-        """Tell whether the autograd node is one of torch's own, not that of a `torch.autograd.Function`."""
+        """Whether the autograd node is one of torch's own, not that of a `torch.autograd.Function`."""
         return self.node is not None and self.node[-1:].isdecimal()
 
     @property
     def weak(self) -> bool:
-        """Tell whether little is known: memory that nobody has written yet, or a way that cannot be followed."""
+        """Whether little is known: memory that nobody has written yet, or a way that cannot be followed."""
         return self.kind in {"uninitialised", "unknown"}
 
     def to_json(self) -> dict[str, Any]:
@@ -284,6 +284,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_literal(args: Any, kwargs: Any) -> bool:
-    """Tell whether an operation was given a number that is not finite: the user wrote it down."""
+    """Whether an operation was given a number that is not finite: the user wrote it down."""
     values = [*args, *kwargs.values()]
     return any(isinstance(v, float) and not math.isfinite(v) for v in values)

@@ -96,7 +96,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def busy(self) -> bool:
-        """Tell whether what runs is ours, or inside a call that is written down as a whole."""
+        """Whether what runs is ours, or inside a call that is written down as a whole."""
         return self._own or any(call.inside for call in self._calls)
 
     def begins(self, owner: Any, *, inside: bool = False, finish: Callable[[Any], None] | None = None) -> None:

@@ -78,5 +78,5 @@ def _imported(name: str) -> Any:
 
 
 def torch_is_seeded() -> bool:
-    """Tell whether torch's generator has a seed that somebody chose: the system's have 53 random bits."""
+    """Whether torch's generator has a seed that somebody chose: the system's have 53 random bits."""
     return torch.initial_seed() < 2**32

@@ -131,7 +131,7 @@ def _expectation(seen: list[Seen]) -> tuple[list[float], float, float, str]:
 
 
 def _contrasts(call: LossCall) -> bool:
-    """Tell whether the classes are the samples of the batch: what chance gives depends on how alike they are."""
+    """Whether the classes are the samples of the batch: what chance gives depends on how alike they are."""
     target, classes = call.target.flatten(), classes_of(call)
     return classes is not None and classes == len(target) == len(target.unique()) and classes > 1
 
@@ -233,7 +233,7 @@ def _shapes(seen: list[Seen], calls: list[LossCall]) -> Iterator[Check]:
 
 
 def _grows(one: list[int], other: list[int]) -> bool:
-    """Tell whether (N, 1) meets (N,): both count the same samples, and the result has N x N elements."""
+    """Whether (N, 1) meets (N,): both count the same samples, and the result has N x N elements."""
     one, other = sorted((one, other), key=len)
     return len(other) == len(one) + 1 and other[-1] == 1 and other[:-1] == one and bool(one) and one[-1] > 1
 

@@ -76,7 +76,7 @@ def _problem(call: LossCall) -> str | None:
 
 
 def _are_tokens(seen: Seen, classes: int) -> bool:
-    """Tell whether the classes are the vocabulary of the model's own inputs: texts have no balance of classes."""
+    """Whether the classes are the vocabulary of the model's own inputs: texts have no balance of classes."""
     number = seen.calls[0].target.numel()
     return any(
         not t.is_floating_point() and t.dim() > 1 and t.numel() == number and 1 < int(t.max()) < classes

@@ -134,7 +134,7 @@ def _samples(subject: Subject, call: _Call) -> tuple[int, str]:
 
 
 def _constant(subject: Subject) -> bool:
-    """Tell whether the model is given the same in the first two batches."""
+    """Whether the model is given the same in the first two batches."""
     if len(subject.batches) < 2:
         return False
     with torch.no_grad():

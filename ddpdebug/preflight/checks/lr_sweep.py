@@ -85,7 +85,7 @@ class Stop:
         self._begin: list[float] = []
 
     def __call__(self, loss: float) -> bool:
-        """Tell whether to stop after this loss."""
+        """Whether to stop after this loss."""
         self._steps += 1
         self._average = MEMORY * self._average + (1 - MEMORY) * loss
         smoothed = self._average / (1 - MEMORY**self._steps)

@@ -307,7 +307,7 @@ def _grave(shape: Shape) -> Status:
 
 
 def _better(run: Run, first: Run, *, scripted: bool) -> bool:
-    """Tell whether a run shows that the model can: it memorised the batch, or moved where the script's did not."""
+    """Whether a run shows that the model can: it memorised the batch, or moved where the script's did not."""
     if run.shape in {Shape.LEARNED, Shape.FLOOR} or not scripted:
         return run.shape in _HARMLESS
     if first.shape is Shape.PLATEAU:
@@ -373,7 +373,7 @@ def _settled(losses: Sequence[float], first: float, last: float) -> Shape:
 
 
 def has_learned(first: float, last: float) -> bool:
-    """Tell whether a batch has been memorised."""
+    """Whether a batch has been memorised."""
     return last <= MEMORISED * first if first > 0 else first - last > FELL * abs(first)
 
 

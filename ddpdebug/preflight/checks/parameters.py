@@ -188,7 +188,7 @@ def _reached(subject: Subject, held: _Held, gradients: Mapping[str, float | None
 
 
 def _may_be_zero(model: nn.Module, name: str) -> bool:
-    """Tell whether zero follows from the algebra: what stands behind a weight of 0, and rows that were not looked up.
+    """Whether zero follows from the algebra: what stands behind a weight of 0, and rows that were not looked up.
 
     A residual branch that starts at 0 (its last weight, or the scale of its norm) lets no gradient into the branch in
     the first step; a bias in front of a norm gets rounding or 0.

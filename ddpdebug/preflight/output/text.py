@@ -71,7 +71,7 @@ def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[
 
 
 def needs_a_look(check: Check) -> bool:
-    """Tell whether all about a check is shown: it is wrong, looks wrong, or has a code."""
+    """Whether all about a check is shown: it is wrong, looks wrong, or has a code."""
     return check.status in _GRAVE or bool(check.code)
 
 
