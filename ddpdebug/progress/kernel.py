@@ -6,7 +6,6 @@ Read from `/proc` only while somebody waits; elsewhere than on Linux nothing is 
 from __future__ import annotations
 
 import os
-import signal
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+
+from ddpdebug.sinks.text import signal_name
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")
@@ -216,11 +217,7 @@ def ending(status: int) -> str:
     number = status & 0x7F
     if number == 0:
         return f"it has ended with exit status {status >> 8}"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    return f"it was killed by {name}"
+    return f"it was killed by {signal_name(number)}"
 
 
 def host() -> str:

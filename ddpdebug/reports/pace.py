@@ -6,9 +6,10 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, median_low
+from statistics import fmean, median_low
 
 from ddpdebug.schema import pace
+from ddpdebug.schema.robust import spread
 from ddpdebug.schema.step import Step
 
 #: A run has so many spans of steps at most, and at least half as many once it is long enough.
@@ -18,7 +19,7 @@ ROWS = 64
 _MAX_RANKS = 4096
 #: Of so many ranks at least one is unlike the others beyond so many times the median distance from their middle: four
 #: standard deviations, were they normally distributed.
-_ENOUGH, _UNLIKE = 8, 4 * 1.4826
+_ENOUGH, _UNLIKE = 8, 4
 #: What is summed of a rank: steps, those of which it is known how long it waited for data, their time, its own time,
 #: and the phases of that.
 _COUNT, _FED, _STEP, _OWN, _PHASES = 0, 1, 2, 3, 4
@@ -192,7 +193,7 @@ def _cells(sums: Sequence[float]) -> list[Cell]:
     middle = [median_low(values) for values in zip(*means.values(), strict=True)]
     noise = 0.0
     if len(ranks) >= _ENOUGH and middle[_STEP] > 0:
-        noise = _UNLIKE * median(abs(mean[_OWN] - middle[_OWN]) for mean in means.values()) / middle[_STEP]
+        noise = _UNLIKE * spread([mean[_OWN] for mean in means.values()], middle[_OWN]) / middle[_STEP]
     made = []
     for rank, mean in means.items():
         gaps = {phase: mean[_PHASES + i] - middle[_PHASES + i] for i, phase in enumerate(pace.PHASES)}

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.hlth.validation import ValidationSource
 from ddpdebug.detectors.kinds import Detector, Fields, Findings, Step, Threshold
+from ddpdebug.schema.robust import MEDIAN_ERROR, deviation
 from ddpdebug.schema.row import Flag
 
 #: Losses that are kept; the best level is remembered for longer.
 KEPT = 512
 _NOT_TAKEN = Flag.SKIPPED | Flag.GUARD_SKIPPED
-_MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +227,14 @@ class ValidationRule(LossRule):
 
 def noise(values: Sequence[float]) -> float:
     """Return the standard deviation of the noise from step to step, whatever the trend is."""
-    jumps = [abs(b - a) for a, b in pairwise(values)]
-    return _MAD * statistics.median(jumps) / math.sqrt(2) if jumps else 0.0
+    return deviation(abs(b - a) for a, b in pairwise(values)) / math.sqrt(2)
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
     """Return how much the last third lies above the first, and that in standard errors."""
     third = max(1, len(values) // 3)
     change = statistics.median(values[-third:]) - statistics.median(values[:third])
-    error = 1.2533 * noise(values) * math.sqrt(2 / third)
+    error = MEDIAN_ERROR * noise(values) * math.sqrt(2 / third)
     return change, (change / error if error else math.copysign(math.inf, change) if change else 0.0)
 
 

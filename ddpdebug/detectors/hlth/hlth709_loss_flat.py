@@ -12,6 +12,7 @@ from ddpdebug.detectors.hlth.curve import Evaluation, LossRule, Series, Shape, l
 from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
 from ddpdebug.detectors.hlth.samples import update_ratio
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
+from ddpdebug.schema.robust import MEDIAN_ERROR
 
 #: The series is judged every so many steps.
 _EVERY = 8
@@ -281,8 +282,9 @@ class LossFlat(LossRule):
         if not self._chance or len(self.series) > 1 or series.count < steps or series.restarted(steps):
             return False
         values = series.last(steps // 2)
-        level, error = statistics.median(values), 1.2533 * noise(values) / math.sqrt(len(values))
-        lowest = min(level, series.best) + self.shape_errors * 1.2533 * noise(values) / math.sqrt(self.level_steps)
+        level, scatter = statistics.median(values), MEDIAN_ERROR * noise(values)
+        error = scatter / math.sqrt(len(values))
+        lowest = min(level, series.best) + self.shape_errors * scatter / math.sqrt(self.level_steps)
         below = max(self.chance_below * self._chance, self.flat_errors * error)
         change, errors = trend(values)
         way = self._way.get(key)
@@ -347,7 +349,7 @@ class LossFlat(LossRule):
     def fell(self, first: float, losses: Sequence[float]) -> bool:
         """Whether a loss that is flat now lies below its first level, further than by chance: it fell at once."""
         level = statistics.median(losses[-max(1, len(losses) // 3) :])
-        error = 1.2533 * noise(losses) / math.sqrt(self.level_steps)
+        error = MEDIAN_ERROR * noise(losses) / math.sqrt(self.level_steps)
         least = max((1 - self.plateau_fallen) * abs(first), self.shape_errors * error)
         return first - level > least
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ddpdebug.detectors.hlth.curve import Evaluation, Series, Shape, ValidationRule, losses, sample_noise
 from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Threshold
+from ddpdebug.schema.robust import deviation
 
 
 class Overfitting(ValidationRule):
@@ -117,11 +118,9 @@ class Overfitting(ValidationRule):
         """Whether the newest evaluations lie above those around the best by more than the noise."""
         values = [evaluation.validation for evaluation in history]
         bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-        deviation = (
-            1.4826 * statistics.median(bends) / math.sqrt(6)
-        )  # of the second differences: a trend has no part in it
+        noise = deviation(bends) / math.sqrt(6)  # of the second differences: a trend has no part in it
         around = values[max(0, best - 1) : best + 2]
-        return statistics.median(values[-count:]) - statistics.median(around) > self.overfit_certain * deviation
+        return statistics.median(values[-count:]) - statistics.median(around) > self.overfit_certain * noise
 
 
 def _best(history: Sequence[Evaluation]) -> Evaluation:

@@ -12,6 +12,7 @@ from ddpdebug.detectors.comparison import median_without
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.announcements import Loader, Targets
+from ddpdebug.schema.robust import spread
 from ddpdebug.schema.row import Flag
 
 #: The window is judged every so many steps.
@@ -23,7 +24,6 @@ _UNFIT = (
     *(Flag.CLIPPED_BEFORE_SYNC, Flag.CUSTOM_REDUCTION, Flag.GRADS_CARRIED, Flag.GRADS_WRITTEN),
 )
 _SHOWN = 16
-_MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +370,10 @@ class LossOutlier(StreakRule):
             for rank in ranks:
                 apart[rank].append(losses[rank] - median_without(values, losses[rank]))
         middle = {rank: statistics.median(values) for rank, values in apart.items()}
-        noise = statistics.median(_mad(values) for values in apart.values())
+        noise = statistics.median(spread(values) for values in apart.values())
         level = abs(statistics.median(levels))
         for rank in ranks:
-            spread = _mad([middle[other] for other in ranks if other != rank])
-            scale = max(noise, spread, 1e-3 * level, 1e-12)
+            scale = max(noise, spread([middle[other] for other in ranks if other != rank]), 1e-3 * level, 1e-12)
             z = middle[rank] / scale
             peers = abs(statistics.median(statistics.median(w[o] for w in window) for o in ranks if o != rank))
             side = sum(value * middle[rank] > 0 for value in apart[rank])
@@ -392,7 +391,7 @@ class LossOutlier(StreakRule):
                 continue
             middle = statistics.median(each.losses[rank] - each.usual for each in window if rank in each.losses)
             others = [other for other in _ranks(window) if other != rank]
-            noises = [_mad([each.losses[other] - each.usual for each in window]) for other in others]
+            noises = [spread([each.losses[other] - each.usual for each in window]) for other in others]
             # of a thousand ranks with noise alone the first is three deviations away, on both sides
             spread = statistics.median(abs(opposite(each.losses.values()) - each.usual) for each in window) / 3
             scale = max(statistics.median(noises) if noises else 0.0, spread, 1e-3 * level, 1e-12)
@@ -412,8 +411,3 @@ def _chi(one: Sequence[int], other: Sequence[int]) -> float:
     free = max(1, len(pairs) - 1)
     chi = math.fsum((x * math.sqrt(b / a) - y * math.sqrt(a / b)) ** 2 / (x + y) for x, y in pairs)
     return (chi - free) / math.sqrt(2 * free)
-
-
-def _mad(values: Sequence[float]) -> float:
-    middle = statistics.median(values)
-    return _MAD * statistics.median(abs(value - middle) for value in values)

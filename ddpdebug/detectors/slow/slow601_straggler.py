@@ -10,11 +10,10 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.detectors.slow.timing import PaceRule, Timing, Window, duration, job, main_phase, middle, per_step
+from ddpdebug.detectors.slow.timing import PaceRule, Timing, Window, duration, job, main_phase, per_step
 from ddpdebug.schema.pace import PHASES
+from ddpdebug.schema.robust import MEDIAN_ERROR, middle, spread
 
-_MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
-_ERROR = 1.2533  # standard error of the median / that of the mean
 #: Pauses that are remembered.
 _KEPT = 16
 
@@ -256,9 +255,7 @@ class Straggler(PaceRule):
         found = {}
         for place in sorted({block.last() for block in blocks}):
             late = [block.behind(place) for block in blocks]
-            usual = middle(late)
-            spread = _MAD * middle(abs(value - usual) for value in late)
-            found[place] = usual, _ERROR * spread / math.sqrt(len(blocks))
+            found[place] = middle(late), MEDIAN_ERROR * spread(late) / math.sqrt(len(blocks))
         return found
 
     def _slow(

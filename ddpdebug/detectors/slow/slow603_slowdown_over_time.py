@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.detectors.slow.timing import PaceRule, Timing, duration, job, middle, per_step
+from ddpdebug.detectors.slow.timing import PaceRule, Timing, duration, job, per_step
 from ddpdebug.schema.pace import PHASES
+from ddpdebug.schema.robust import middle, spread
 
-_MAD = 1.4826  # a normal distribution's standard deviation / median absolute deviation
 _COMMUNICATION = "communication"
 #: Levels that are remembered; when there are more, every second one goes.
 _KEPT = 64
@@ -326,8 +326,7 @@ def _typical(levels: Iterable[Level]) -> Level:
 
 
 def _deviation(levels: Sequence[Level]) -> float:
-    usual = middle(level.seconds for level in levels)
-    return _MAD * middle(abs(level.seconds - usual) for level in levels)
+    return spread([level.seconds for level in levels])
 
 
 def _beginning(levels: Iterable[Level], base: Level) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Detector, Fields, Finding, Step, Threshold
 from ddpdebug.schema.pace import PHASES, median_without
+from ddpdebug.schema.robust import middle
 from ddpdebug.schema.row import Flag
 
 #: Ranks wait for each other in other places than those that are measured, or need not do the same.
@@ -177,12 +178,6 @@ def added(timings: Sequence[Timing]) -> Timing:
         times=times,
         work=tuple(work for one in timings for work in one.work),
     )
-
-
-def middle(values: Iterable[float]) -> float:
-    """Return the median; 0 of nothing."""
-    found = list(values)
-    return statistics.median(found) if found else 0.0
 
 
 class Iterations:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status
 from ddpdebug.preflight.output.terminal_plot import draw
+from ddpdebug.schema.robust import deviation, spread
 from ddpdebug.sinks.text import number
 
 #: Weight of the past in the average that decides when to stop. A sweep of 100 steps over eight decades has 12 steps in
@@ -44,8 +45,6 @@ SCATTER, LEAST_FALL = 3.0, 0.01
 LOST = 0.9
 #: Where nothing falls, the curve is shown up to this part above its start.
 _LEAST_ROOM = 0.5
-#: From the median of absolute deviations to the standard deviation of a normal distribution.
-_MAD = 1.4826
 NAME = "sweep"
 #: See the module's table.
 FAR_ABOVE, FAR_BELOW = 10.0, 300.0
@@ -133,14 +132,14 @@ class Sweep:
         start = _start(smoothed)
         place = min(range(SKIP_BEGIN, len(smoothed)), key=smoothed.__getitem__)
         deviations = [abs(loss - mean) for loss, mean in zip(self.losses, smoothed, strict=False)][:place]
-        scatter = _MAD * median(deviations)
+        scatter = deviation(deviations)
         return place if start - smoothed[place] > max(SCATTER * scatter, LEAST_FALL * abs(start)) else None
 
     @property
     def too_noisy(self) -> bool:
         """Whether the loss scatters by its own size, so that a fall could not be seen (rewards, advantages)."""
         start = _start(self.losses)
-        scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
+        scatter = spread(self.losses[:SKIP_BEGIN], start)
         return SCATTER * scatter > abs(start)
 
     @property
@@ -165,7 +164,7 @@ class Sweep:
         smoothed, lowest = self.smoothed, self.lowest
         start = _start(smoothed)
         if lowest is None:
-            scatter = _MAD * median(abs(loss - start) for loss in self.losses[:SKIP_BEGIN])
+            scatter = spread(self.losses[:SKIP_BEGIN], start)
             bound = start + max(LEAST_FALL * abs(start), SCATTER * scatter)
         else:
             bound = start - (1 - LOST) * (start - smoothed[lowest])
