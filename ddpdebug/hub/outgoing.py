@@ -29,6 +29,7 @@ from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.hub.schema import delivery, finding, note, run
 from ddpdebug.hub.states import STATES
 from ddpdebug.hub.store import Store
+from ddpdebug.processes.pusher import NoRedirect
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.text import clean, ranks_text, where
 
@@ -379,18 +380,11 @@ def _value(value: Any) -> dict[str, Any]:
     return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": clean(value, 500)}
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: a message goes to the address that was given, or nowhere."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
 def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, float]:
     """Send a body; return the status of the answer, 0 where there is none, and the seconds after which to come back."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})  # noqa: S310 - checked
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT) as answer:
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=_TIMEOUT) as answer:
             return int(answer.status), 0.0
     except urllib.error.HTTPError as error:
         with error:

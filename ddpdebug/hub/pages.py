@@ -132,7 +132,7 @@ class _Pages:
             of_groups = queries.notes(connection)
         document = queries.parsed(row.document)
         document = document if isinstance(document, dict) else {}
-        read = [(one, finding) for one in found if (finding := _finding(one.document)) is not None]
+        read = [(one, finding) for one in found if (finding := Finding.read(one.document)) is not None]
         articles = [
             Markup(finding_article(finding, self._more(one, place, groups[one.group], of_groups)))  # noqa: S704 - it escapes
             for place, (one, finding) in enumerate(read)
@@ -507,13 +507,6 @@ def _bundles(listed: Any, found: Sequence[Finding]) -> tuple[str, list[str]]:
         if str(name).rpartition("/")[2] not in shown
     ]
     return clean(place, 1000), [clean(name, 1000) for name in dict.fromkeys(names)][:_MAX_BUNDLES]
-
-
-def _finding(line: str) -> Finding | None:
-    try:
-        return Finding.from_json(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _integers(text: str) -> list[int]:

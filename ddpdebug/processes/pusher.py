@@ -116,7 +116,7 @@ class RefusedError(Exception):
         self.for_good = for_good
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows nothing: the token is for the hub that was named."""
 
     def redirect_request(self, *_: Any) -> None:
@@ -133,7 +133,7 @@ class Post:
 
     def __init__(self, url: str, key: str, token: Callable[[], str], source: str = "push") -> None:
         self.url, self._key, self._token, self._source = url.rstrip("/"), key, token, source
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(NoRedirect)
 
     def send(self, pieces: Sequence[Piece], all_files: bool = False) -> dict[str, Held]:  # noqa: FBT001, FBT002 - as `Mirror.bring` calls it
         """Post a batch; return what the hub has.

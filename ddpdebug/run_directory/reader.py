@@ -129,13 +129,13 @@ def read_findings(directory: Path) -> list[Finding]:
     counts, unless only the other knows that it is over. Ranks that have lost each other may each say that a third has
     left: who has said so first counts.
     """
-    found = [finding for line in _lines(directory / FINDINGS) if (finding := _finding(line)) is not None]
+    found = [finding for line in _lines(directory / FINDINGS) if (finding := Finding.read(line)) is not None]
     run = (_document(directory / RUN) or {}).get("run")
     places = {_name(finding): place for place, finding in enumerate(found) if finding.id is not None}
     shared = len(found)
     for file in _own_findings(directory / RANKS):
         for line in _lines(file):
-            finding = _finding(line)
+            finding = Finding.read(line)
             if finding is None or finding.id is None or (run is not None and finding.run != run):
                 continue
             place = places.setdefault(_name(finding), len(found))
@@ -161,7 +161,7 @@ def read_ignored(directory: Path) -> dict[str, int]:
 
 def read_ignored_findings(directory: Path) -> list[Finding]:
     """Return the findings that the user has asked to be silent about."""
-    return [finding for line in _lines(directory / IGNORED) if (finding := _finding(line)) is not None]
+    return [finding for line in _lines(directory / IGNORED) if (finding := Finding.read(line)) is not None]
 
 
 def _name(finding: Finding) -> object:
@@ -199,7 +199,7 @@ def damage(directory: Path) -> list[str]:
         return [f"{FINDINGS} is larger than {_MAX_FINDINGS} bytes: it was not made by a run"]
     words, lines = [], data.split(b"\n")
     cut = lines.pop()
-    known = [len(line) < _MAX_LINE and _finding(line.decode("utf-8", "replace")) is not None for line in lines]
+    known = [len(line) < _MAX_LINE and Finding.read(line.decode("utf-8", "replace")) is not None for line in lines]
     bad = [number for number, fine in enumerate(known, 1) if not fine]
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
@@ -440,10 +440,3 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _finding(line: str) -> Finding | None:
-    try:
-        return Finding.from_json(line)
-    except (ValueError, RecursionError):
-        return None

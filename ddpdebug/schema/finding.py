@@ -120,6 +120,14 @@ class Finding:
         lists = {name: tuple(record.get(name) or ()) for name in _LISTS}
         return cls(**{**known, **lists})
 
+    @classmethod
+    def read(cls, line: str) -> Finding | None:
+        """Read a line of a file that may be damaged; None for anything else than a finding."""
+        try:
+            return cls.from_json(line)
+        except (ValueError, RecursionError):
+            return None
+
 
 _TEXTS, _OPTIONAL_TEXTS = ("code", "title", "severity"), ("phase", "location", "time", "run", "id", "ignored")
 _LISTS = ("ranks", "subject", "causes", "actions")
