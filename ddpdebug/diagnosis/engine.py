@@ -24,6 +24,7 @@ from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.requests import Request
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Signs, Step, are_many, kind_of
 
@@ -43,17 +44,6 @@ _LEARNS_OF = 8
 _MAX_LOOKING = 256
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A question to every rank about one of its recent steps."""
-
-    optimizer: int
-    step: int
-    kind: str
-    last: bool = False  # about what the step has left, as it was at the end of the run
-    ranks: frozenset[int] = frozenset()  # that are asked
 
 
 class Reading(IntEnum):
@@ -171,6 +161,11 @@ class Diagnosis:
     def busy(self) -> bool:
         """Whether steps wait for answers."""
         return bool(self._queue)
+
+    @property
+    def waits(self) -> bool:
+        """Whether ticks that bring nothing count: something is held until others have come."""
+        return bool(self._queue or self._held)
 
     # --- input --------------------------------------------------------------------------------------------------------
 

@@ -7,17 +7,17 @@ the ranks' details and announcements. They pass through the same diagnosis as in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ddpdebug.detectors.base import Detector
-from ddpdebug.diagnosis.engine import Diagnosis, Request
+from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.diagnosis.reporter import Reporter
 from ddpdebug.run_directory.reader import Observed, numbered_steps, read_last_state, read_observations, read_run
 from ddpdebug.schema.announcements import read_announcement
 from ddpdebug.schema.details import Detail, read_detail
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.requests import Request
 from ddpdebug.schema.step import Step
 
 _Place = tuple[int, int, str, bool]  # optimizer, step, kind of detail, whether of what the last step has left
@@ -36,28 +36,35 @@ def rejudge(directory: Path, *, detectors: Sequence[Detector] | None = None) -> 
         ValueError: the directory is not that of a run, or its rows have the layout of another version.
     """
     run = read_run(directory)
-    replay = _Replay(run, detectors)
-    observed = deque(read_observations(directory))
-    replay.expect(observed)
+    config, size = run.get("config"), run.get("world") or 1
+    reporter = Reporter(lambda _: None, lambda: "")
+    reporter.run_id = run["run"]
+    settings = {**(config if isinstance(config, dict) else {}), "world": size}
+    diagnosis = Diagnosis(world=size, config=settings, detectors=detectors)
+    replay(directory, diagnosis, reporter.report)
+    if run.get("outcome") is not None:  # what only the end shows is known of a run that reached it
+        reporter.report(diagnosis.finish())
+    return reporter.findings
+
+
+def replay(directory: Path, diagnosis: Diagnosis, report: Callable[[list[tuple[Finding, bool]]], object]) -> None:
+    """Feed what a run directory has so far to a diagnosis that has seen nothing, and report what it finds."""
+    fed, observed = _Replay(diagnosis, report), deque(read_observations(directory))
+    fed.expect(observed)
     for number, step in numbered_steps(directory):
         while observed and observed[0].rows <= number:
-            replay.hear(observed.popleft())
-        replay.feed(step)
+            fed.hear(observed.popleft())
+        fed.feed(step)
     while observed:
-        replay.hear(observed.popleft())
-    replay.end(finished=run.get("outcome") is not None)
-    return replay.reporter.findings
+        fed.hear(observed.popleft())
+    fed.judge()
 
 
 class _Replay:
-    """A saved run, fed to `Diagnosis` in the order in which it was recorded."""
+    """A saved run, fed to a diagnosis in the order in which it was recorded."""
 
-    def __init__(self, run: Mapping[str, Any], detectors: Sequence[Detector] | None) -> None:
-        config, size = run.get("config"), run.get("world") or 1
-        self.reporter = Reporter(lambda _: None, lambda: "")
-        self.reporter.run_id = run["run"]
-        settings = {**(config if isinstance(config, dict) else {}), "world": size}
-        self._diagnosis = Diagnosis(world=size, config=settings, detectors=detectors)
+    def __init__(self, diagnosis: Diagnosis, report: Callable[[list[tuple[Finding, bool]]], object]) -> None:
+        self._diagnosis, self._report = diagnosis, report
         self._to_come: dict[_Place, set[int]] = {}
         self._heard: dict[_Place, dict[int, Detail | None]] = {}
         self._answered = False  # since steps were last judged
@@ -81,7 +88,7 @@ class _Replay:
             self.feed(step)
         elif one.kind == "fact" and ranks and isinstance(payload.get("topic"), str):
             if self._answered:
-                self._judge()  # a step whose answers were complete was judged before this was heard
+                self.judge()  # a step whose answers were complete was judged before this was heard
             topic = payload["topic"]
             announcement = read_announcement(topic, payload.get("value"))
             for rank in ranks:
@@ -90,20 +97,15 @@ class _Replay:
     def feed(self, step: Step) -> None:
         """Pass on a step."""
         self._answer(self._diagnosis.feed(step))
-        self._judge()
+        self.judge()
 
-    def end(self, *, finished: bool) -> None:
-        """Judge what is left; what only the end shows is known of a run that reached it."""
-        self._judge()
-        if finished:
-            self.reporter.report(self._diagnosis.finish())
-
-    def _judge(self) -> None:
+    def judge(self) -> None:
+        """Judge what is known."""
         self._answered = False
-        self.reporter.report(self._diagnosis.tick())
+        self._report(self._diagnosis.tick())
         while requests := self._diagnosis.requests():
             self._answer(requests)
-            self.reporter.report(self._diagnosis.tick())
+            self._report(self._diagnosis.tick())
 
     def _answer(self, requests: Iterable[Request]) -> None:
         """Answer at once what was heard already, and with nothing what never came."""

@@ -38,6 +38,12 @@ class Reporter:
         with self._lock:
             return [finding for finding in self._known.values() if not finding.ignored]
 
+    @property
+    def known(self) -> list[Finding]:
+        """The same, with those that are ignored."""
+        with self._lock:
+            return list(self._known.values())
+
     def report(self, raised: Sequence[tuple[Finding, bool]]) -> list[Finding]:
         """Take findings from the diagnosis, (finding, new); return the new ones as they were written.
 

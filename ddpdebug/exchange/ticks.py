@@ -153,7 +153,7 @@ class Exchange:
         self._rejoins, self._rows_alone = False, 0  # rows of steps that were taken without the others
         self._asked: float | None = None  # since when the thread waits for the others
         self._busy = False
-        self._everyone_waits = False  # of many ranks one has unfinished business, which needs the others' ticks
+        self._everyone_waits = False  # a rank has unfinished business, which needs the others' ticks
         self._someone_leaves = False  # who ends waits for the ticks of those who go on: these come at once then
         self._over = False  # nothing is sent any more
         self._last_word = ""  # to the others, where they do not know why this rank goes
@@ -473,6 +473,7 @@ class Exchange:
         flags = [header[1] for header in headers]
         quiet = not any(header[4] or header[5] or header[1] & _BUSY for header in headers)
         self._someone_leaves = any(flag & _LEAVING for flag in flags)
+        self._everyone_waits = any(flag & _BUSY for flag in flags)
         last = quiet and not rows and not messages and all(flag & (_LEAVING | _LEFT) for flag in flags)
         left = {rank for rank, flag in zip(self._members, flags, strict=True) if flag & _LEFT}
         members = tuple(rank for rank in self._members if rank not in left)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddpdebug.diagnosis.engine import Request
 from ddpdebug.forensics.memory.holder_search import HolderSearch
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.details import Sources, answer, is_known
@@ -13,6 +12,7 @@ from ddpdebug.probes.handover import StepStore
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.schema.details import Detail
+from ddpdebug.schema.requests import Request
 
 #: An answer may wait so many ticks for what only the next step shows.
 _TICKS = 60

@@ -1,6 +1,7 @@
 """What a rank makes of what all ranks have sent: rows become steps, rules judge them, findings come. Torch-free.
 
-Each rank of few judges every step and comes to the same; of many the first one judges (`many_ranks.py`).
+The first rank that takes part has the rules judge, in a process beside it (`companion.py`), and says to all what was
+found and what they are asked: they hear it in the same tick, this rank too. The next one goes on where it leaves.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ddpdebug.diagnosis.engine import Diagnosis, Request
+from ddpdebug.diagnosis.local_steps import LocalSteps, unmarked
 from ddpdebug.exchange.partial import set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.ticks import Tick
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.monitor.companion import Companion, Reply
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.run_directory.reader import last_state
 from ddpdebug.schema.announcements import Announcement, End
-from ddpdebug.schema.details import read_detail
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.requests import Request
 from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step, are_many
 from ddpdebug.sinks import Record, Saved, StepJudged
@@ -37,7 +40,9 @@ class Outlets:
         write: takes a record for the sinks.
         learn: takes the steps of a tick before they are judged.
         report: takes findings, each with whether it is new, and how many steps the fastest rank has taken.
-        tell_again: as of `many_ranks.Calls`.
+        known: returns what was found so far.
+        log: returns where all that was heard can be read again, None where it is not written down.
+        announce_again: called as another rank begins to judge, which has not heard what ranks announced before.
         trouble: takes what goes wrong, once for each part.
     """
 
@@ -45,7 +50,9 @@ class Outlets:
     write: Callable[[Record], object]
     learn: Callable[..., object]
     report: Callable[[Sequence[tuple[Finding, bool]], int], object]
-    tell_again: Callable[[], object]
+    known: Callable[[], Sequence[Finding]]
+    log: Callable[[], Path | None]
+    announce_again: Callable[[], object]
     trouble: Callable[[str, str], None]
 
 
@@ -70,54 +77,81 @@ class Judging:
     ) -> None:
         self.rank, self.schedule, self.progress = rank, schedule, 0
         self._guard, self._answering, self._to = guard, answering, to
-        self.diagnosis = Diagnosis(world=world, config=config, on_trouble=to.trouble)
-        #: Of `diagnosis`: two threads of ours may use it once the ranks cannot talk.
+        #: Of what follows: two threads of ours may use it once the ranks cannot talk.
         self.lock = threading.RLock()
+        self.judges = rank == 0
+        self._members: tuple[int, ...] = ()
+        self._takes_over = False  # it judges from its next step on, alone
+        self._hears_itself = False  # what it announces the ranks that judge cannot hear
+        self._companion = Companion({"world": world, "config": config}, to.log, to.known, to.trouble)
+        self._local_steps = LocalSteps(config)
+        self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
+        self._has_steps = False  # of this tick, about which the ranks may be asked in the next
         self.many: ManyRanks | None = None  # of more ranks than talk without a tree
         if are_many(world):
-            self.many = ManyRanks(rank, world, self._calls())
-        facts = self.diagnosis.facts
-        self._assembler, self._last_states = Assembler(world, facts), Assembler(world, facts)
+            calls = Calls(
+                say=to.say, learn=to.learn, judge=self._feed, show=self._show, curious=self._curious, tell=guard.tell
+            )
+            self.many = ManyRanks(rank, world, calls)
+        self._assembler, self._last_states = Assembler(world), Assembler(world)
         self._doubted = set[int]()  # ranks with rows left out
         self._newest = dict[int, int]()  # the newest step that was judged, by optimizer
         # who has ended, and rank -> last states of it that are still to come then
         self._ended, self._awaited = set[int](), dict[int, int]()
 
-    def _calls(self) -> Calls:
-        to = self._to
-        return Calls(
-            say=to.say,
-            learn=to.learn,
-            judge=self._feed,
-            show=self._show,
-            report=lambda found: to.report(found, self.progress),
-            adopt=lambda found: self._guard.run("diagnosis", self.diagnosis.adopt, found),
-            curious=lambda step: self._guard.run("diagnosis", self.diagnosis.curious, step) or (),
-            answer=self._answering.ask,
-            tell_again=to.tell_again,
-            tell=self._guard.tell,
-        )
-
     @property
     def busy(self) -> bool:
-        """Tell whether steps wait for answers that are to come soon."""
-        waits = self.diagnosis.busy and "diagnosis" not in self._guard.off
-        return waits or (self.many is not None and self.many.busy)
+        """Whether answers are to come soon, or questions."""
+        if "diagnosis" in self._guard.off:
+            return False
+        own = self._companion.busy if self.judges else self._has_steps
+        return own or (self.many is not None and self.many.busy)
+
+    @property
+    def _hears(self) -> bool:
+        """Whether its rules hear what ranks announce."""
+        return self._hears_itself or (self.judges and not self._takes_over)
 
     def meet(self) -> None:
         """Begin anew with all ranks."""
         self._ended, self._awaited = set(), {}
         with self.lock:
-            self.diagnosis.meet()
+            if self._hears:
+                self._companion.meet()
+
+    def close(self) -> None:
+        """Let the companion go."""
+        with self.lock:
+            self._companion.close()
 
     # --- rows and steps -----------------------------------------------------------------------------------------------
 
     def take(self, tick: Tick) -> None:
         """Judge the steps that are complete with what a tick has brought; `conclude` says what was found in them."""
+        self._follow(tick.members)
+        self._has_steps = False
         if self.many is None:
             self._take_rows(tick)
         else:
             self._take_parts(self.many, tick)
+
+    def _follow(self, members: tuple[int, ...]) -> None:
+        """Judge in the place of a rank that has left, as the next one."""
+        if members is self._members:
+            return
+        before, self._members = self._members[:1], members
+        judged, self.judges = self.judges, members[:1] == (self.rank,)
+        if self.many is not None:
+            self.many.judges = self.judges
+        self._takes_over = self.judges and (self._takes_over or not judged)
+        if before and before[0] not in members and len(members) > 1:
+            self._take_over()
+            self._to.announce_again()
+
+    def _take_over(self) -> None:
+        if self._takes_over:
+            self._takes_over = False
+            self._companion.adopt(self._to.known())
 
     def _take_rows(self, tick: Tick) -> None:
         for rank, data in tick.rows:
@@ -161,23 +195,29 @@ class Judging:
             self._feed(*steps)
 
     def _feed(self, *steps: Step) -> None:
-        """Hand steps of one tick to the diagnosis and to the sinks."""
+        """Hand steps of one tick to the rules and to the sinks."""
         if steps[0].any(Flag.LAST_STATE):
             self._judge_last(steps[0])
             return
+        self._has_steps = True
         for step in self._guard.run("diagnosis", self._queue, steps) or steps:
             self._show(step)
 
     def _queue(self, steps: Sequence[Step]) -> list[Step]:
         """Return the steps as they are meant."""
         meant = []
+        if self._takes_over:
+            self._take_over()
+            self._to.announce_again()
         for step in steps:
-            self._ask(self.diagnosis.feed(step))
-            meant.append(self.diagnosis.local_steps.marked(step))
+            if self.judges:
+                self._companion.feed(step)
+            self._local_steps.read(unmarked(step))
+            meant.append(self._local_steps.marked(unmarked(step)))
         return meant
 
-    def _ask(self, requests: Sequence[Request]) -> None:
-        (self._answering if self.many is None else self.many).ask(requests)
+    def _curious(self, step: Step) -> Sequence[str]:
+        return self._guard.run("diagnosis", self._companion.curious, step) or ()
 
     def _show(self, step: Step) -> None:
         schedule = self.schedule
@@ -195,17 +235,17 @@ class Judging:
 
     def _judge_last(self, step: Step) -> None:
         """Compare what the last step has left; it is no step of its own."""
-        self._guard.run("diagnosis", lambda: self._ask(self.diagnosis.feed(step)))
+        if self.judges:
+            self._guard.run("diagnosis", self._companion.feed, step)
         self._to.write(Saved(kind="last_state", payload=last_state(step)))
 
     # --- what ranks say -----------------------------------------------------------------------------------------------
 
     def hear_detail(self, ranks: Sequence[int], message: Mapping[str, Any]) -> None:
         """Take an answer."""
-        place, what = (int(message["optimizer"]), int(message["step"])), str(message["detail"])
-        detail, last = read_detail(what, message["value"]), bool(message.get("last"))
-        for rank in ranks:
-            self._guard.run("diagnosis", self.diagnosis.answer, rank, *place, what, detail, last=last)
+        place = int(message["optimizer"]), int(message["step"]), str(message["detail"])
+        for rank in ranks if self.judges else ():
+            self._companion.answer(rank, *place, message["value"], bool(message.get("last")))
 
     def hear_announcement(self, rank: int, topic: str, announcement: Announcement | None) -> None:
         """Take what a rank announces; None is what cannot be read."""
@@ -213,33 +253,56 @@ class Judging:
             self._ended.add(rank)
             promised = announcement.last_states if isinstance(announcement, End) else 0
             self._awaited[rank] = self._awaited.get(rank, 0) + promised
-        self._guard.run("diagnosis", self.diagnosis.tell, topic, rank, announcement)
+        if self._hears:
+            self._guard.run("diagnosis", self._companion.tell, topic, rank, announcement)
 
-    def hear_of_many(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> bool:
-        """Take what only ranks of very many say to each other; return whether it is that."""
-        if kind not in MESSAGES or self.many is None:
+    def hear_judge(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> bool:
+        """Take what the rank that judges says, and what ranks of very many say to it; return whether it is that."""
+        if kind == "findings":
+            if self.rank in ranks and self._unheard:
+                self._to.report(self._unheard.pop(0), self.progress)
+            else:
+                found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
+                self._to.report(found, self.progress)
+        elif kind == "ask":
+            if self.rank in message["ranks"]:
+                optimizer, step, last = int(message["optimizer"]), int(message["step"]), bool(message["last"])
+                asked = Request(optimizer=optimizer, step=step, kind=str(message["kind_of"]), last=last)
+                self._answering.ask([asked])
+        elif kind in MESSAGES and self.many is not None:
+            self.many.hear(ranks, kind, message)
+        else:
             return False
-        self.many.hear(ranks, kind, message)
         return True
 
     # --- findings -----------------------------------------------------------------------------------------------------
 
     def conclude(self) -> None:
-        """Judge what has all its answers, and report what was found."""
-        if self.many is None or self.many.judges:
-            self._guard.run("diagnosis", self._conclude)
+        """Say what has come of the rules by now: what was found, and what the ranks are asked."""
+        if self._hears and self.judges:
+            self._guard.run("diagnosis", lambda: self._pass_on(self._companion.tick()))
 
-    def _conclude(self) -> None:
-        found = self.diagnosis.tick()
-        if self.many is None:
-            self._to.report(found, self.progress)
-        else:
-            self.many.found(found)
-        self._ask(self.diagnosis.requests())
+    def _pass_on(self, reply: Reply) -> None:
+        alone = self._members == (self.rank,)  # nobody else is to do the same in the same tick
+        if alone:
+            self._to.report(reply.found, self.progress)
+            self._answering.ask(reply.asks)
+            return
+        if reply.found:
+            self._unheard.append(reply.found)
+            self._to.say("findings", found=[(finding.to_json(), new) for finding, new in reply.found])
+        for asked in reply.asks:
+            about = {"optimizer": asked.optimizer, "step": asked.step, "last": asked.last}
+            self._to.say("ask", **about, kind_of=asked.kind, ranks=sorted(asked.ranks))
 
     def report_news(self) -> None:
         """Report what comes of an announcement that only this rank has heard; nothing else is judged by it alone."""
-        self._guard.run("diagnosis", lambda: self._to.report(self.diagnosis.news(), self.progress))
+        self._guard.run("diagnosis", lambda: self._to.report(self._companion.news().found, self.progress))
+
+    def hear_itself(self) -> None:
+        """Judge what this rank announces, which another one that judges cannot hear, in this process."""
+        if not self.judges:
+            self._hears_itself = self._companion.here = True
 
     def rest(self, *, lost: bool) -> None:
         """Judge what is left, where nothing more comes.
@@ -255,5 +318,9 @@ class Judging:
         self._judge(self._steps(lambda: list(self._assembler.rest(complete=lost))))
         for step in self._steps(lambda: list(self._last_states.rest(complete=lost))):
             self._judge_last(step)
-        if self.many is None or self.many.judges or lost:
-            run("diagnosis", lambda: self._to.report(self.diagnosis.finish(), 0))
+        for found in self._unheard:
+            run("diagnosis", self._to.report, found, 0)
+        if self.judges and not self._takes_over:
+            run("diagnosis", lambda: self._to.report(self._companion.finish().found, 0))
+        elif self._hears_itself:
+            self.report_news()

@@ -15,17 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.diagnosis.engine import Request
 from ddpdebug.exchange.partial import REST, Key, StepPart, key_of, ranks_of, set_of
 from ddpdebug.exchange.step_assembler import LAG_STEPS, LATE_STEPS, fault_of
 from ddpdebug.exchange.ticks import Tick
-from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step
 
-#: What ranks of very many say to each other besides: what was found, who is asked for what, and rows of steps of which
-#: all are wanted.
-MESSAGES = frozenset({"findings", "ask", "rows", "row"})
+#: What ranks of very many say to each other besides: rows of steps of which all are wanted.
+MESSAGES = frozenset({"rows", "row"})
 
 #: The rows of all ranks are wanted so often where the ranks are alike, seconds.
 WHOLE_SECONDS = 60.0
@@ -360,11 +357,7 @@ class Calls:
         learn: takes each step.
         judge: takes the steps that this rank judges.
         show: takes those that another one judges, and those that nobody has the time for.
-        report: takes what was found.
-        adopt: takes what another rank has found.
         curious: as of `WholeSteps`.
-        answer: takes what this rank is asked.
-        tell_again: called as another rank begins to judge, which has not heard what ranks announced to the one before.
         tell: takes what goes wrong, once for each part.
     """
 
@@ -372,11 +365,7 @@ class Calls:
     learn: Callable[[Step], object]
     judge: Callable[[Step], object]
     show: Callable[[Step], object]
-    report: Callable[[Sequence[tuple[Finding, bool]]], object]
-    adopt: Callable[[Sequence[Finding]], object]
     curious: Callable[[Step], Collection[str]]
-    answer: Callable[[Iterable[Request]], object]
-    tell_again: Callable[[], object]
     tell: Callable[[str, str], object]
 
 
@@ -403,10 +392,7 @@ class ManyRanks:
         self._foreseen = WholeSteps(world, lambda _: None, clock)
         self.allowance = Allowance(clock)
         self.left_out = 0  # steps that were not judged
-        # topic -> what this rank has told the one that judges; any thread
-        self.announced: dict[str, dict[str, Any]] = {}
         self._calls, self._used = calls, used
-        self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
         self._members: tuple[int, ...] = ()
         self._everyone = 0
         self._doubted = self._is_expecting = False
@@ -423,11 +409,7 @@ class ManyRanks:
     def take(self, tick: Tick) -> None:
         """Take what all ranks have said of their steps."""
         if tick.members is not self._members:
-            judged, judges = self._members[:1], tick.members[:1]
             self._members, self._everyone = tick.members, sum(1 << rank for rank in tick.members)
-            self.judges = (self.rank,) == judges
-            if judged and judged[0] not in tick.members:
-                self._calls.tell_again()
         for key, part in tick.parts.items():
             fault = fault_of_part(key, part, self.world, tick.progress)
             if fault is None:
@@ -473,7 +455,7 @@ class ManyRanks:
         (self.allowance if step.chosen else self.whole.allowance).spend(self._used() - begun)
 
     def rest(self, *, complete: bool) -> None:
-        """Judge what is left, where nothing more comes; and report what was found and not heard.
+        """Judge what is left, where nothing more comes.
 
         Args:
             complete: leave out steps that some ranks were not heard of.
@@ -483,37 +465,10 @@ class ManyRanks:
                 self.whole.add(key, part, chosen_step(key, part, self.world))
         for step in self.whole.ready(everything=True) if self.judges else ():
             self._calls.judge(step)
-        for found in self._unheard:
-            self._calls.report(found)
-
-    def found(self, found: Sequence[tuple[Finding, bool]]) -> None:
-        """Tell all ranks what was found; they hear of it in the same tick, this one too."""
-        if found:
-            self._unheard.append(found)
-            self._calls.say("findings", found=[(finding.to_json(), new) for finding, new in found])
-
-    def ask(self, requests: Iterable[Request]) -> None:
-        """Ask some ranks about a step."""
-        for request in requests:
-            about = {"optimizer": request.optimizer, "step": request.step, "last": request.last}
-            self._calls.say("ask", **about, kind_of=request.kind, ranks=sorted(request.ranks))
 
     def hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
         """Take one of `MESSAGES`, which several ranks may have said in the same words."""
-        if kind == "findings":
-            if self.rank in ranks and self._unheard:
-                self._calls.report(self._unheard.pop(0))
-                return
-            found = [(Finding.from_json(str(text)), bool(new)) for text, new in message["found"]]
-            if not self.judges:  # whoever judges next goes on from these
-                self._calls.adopt([finding for finding, _ in found])
-            self._calls.report(found)
-        elif kind == "ask":
-            if self.rank in message["ranks"]:
-                optimizer, step, last = int(message["optimizer"]), int(message["step"]), bool(message["last"])
-                asked = Request(optimizer=optimizer, step=step, kind=str(message["kind_of"]), last=last)
-                self._calls.answer([asked])
-        elif kind == "rows":
+        if kind == "rows":
             optimizer, step, last = message["key"]
             for data in self.rows.answer([(int(optimizer), int(step), bool(last))]):
                 self._calls.say("row", row=data)

@@ -112,6 +112,8 @@ _MESSAGES = frozenset(
         "stop",
         "trouble",
         "leave",
+        "findings",
+        "ask",
         *_OF_HANGS,
         *MESSAGES,
     )
@@ -186,6 +188,7 @@ class Monitor:
         self.directory: Path | None = None
         self._home: Path | None = None  # the same wherever the script moves to
         self._exchange: Exchange | None = None
+        self._announced: dict[str, dict[str, Any]] = {}  # topic -> what the rank that judges was told; any thread
         self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
         self._troubles: list[Trouble] = []
         self._writing = threading.Lock()  # of `_troubles` and `_has_sinks`, for any thread may be in trouble
@@ -350,6 +353,7 @@ class Monitor:
             lambda: yields() or run("close:exchange", self._leave, reason, error),
             lambda: run("close:coverage", self.covering.close, look=not yields()),
             self._let_store_go,
+            lambda: contain("close:companion", self._judging.close),
             lambda: contain("close:end", self._end, reason, exit_code),
             lambda: self.fanout is None or contain("close:sinks", self.fanout.close),
             # one that no sink has given the end has nothing to wait for
@@ -554,7 +558,9 @@ class Monitor:
             write=self._write,
             learn=self._learn,
             report=self._report,
-            tell_again=self._announce_again,
+            known=lambda: self.reporter.known,
+            log=lambda: self._home if self.rank == 0 else None,
+            announce_again=self._announce_again,
             trouble=self._trouble,
         )
         return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
@@ -765,15 +771,13 @@ class Monitor:
         assert self._exchange is not None
         topic = str(message.get("topic")) if message["kind"] == "fact" else ""
         of_few = topic not in _FOR_ALL if topic else message["kind"] in _REPORTS
-        many = self._judging.many
-        if topic and of_few and many is not None and scope_of(topic) is Scope.ALL_RANKS:
-            many.announced[topic] = message
+        if topic and of_few and scope_of(topic) is Scope.ALL_RANKS:
+            self._announced[topic] = message
         return self._exchange.say(message, report=of_few)
 
     def _announce_again(self) -> None:
         """Tell the rank that judges from now on what the one before knew of this rank."""
-        many = self._judging.many
-        for message in () if many is None else list(many.announced.values()):
+        for message in list(self._announced.values()):
             self._deliver(message)
 
     def _account(self) -> RankCoverage:
@@ -878,7 +882,7 @@ class Monitor:
                 return  # heard when it was judged, and the others could not
             for rank in ranks:
                 self._hear_fact(rank, str(message["topic"]), announcement)
-        elif not self._judging.hear_of_many(ranks, kind, message):
+        elif not self._judging.hear_judge(ranks, kind, message):
             for rank in ranks[:1] if kind == "waits" else ranks:
                 self._hear_one(rank, kind, message)
         if kind in {"detail", "fact"}:
@@ -941,6 +945,7 @@ class Monitor:
         """
         value = {"topic": announcement.topic, "value": to_json(announcement)}
         with self._judging.lock:
+            self._judging.hear_itself()
             self._back.run("message:fact", self._hear, (self.rank,), "fact", value)
             self._judging.report_news()
 
@@ -1037,6 +1042,7 @@ class Monitor:
         lost = self._exchange is not None and self._exchange.lost
         if lost and self._failure is not None:  # it ended the exchange, or came after its end: nobody has heard it
             value = {"topic": Failure.topic, "value": to_json(self._failure)}
+            self._judging.hear_itself()
             self._back.run("message:fact", self._hear, (self.rank,), "fact", value)
         self._judging.rest(lost=lost)
 

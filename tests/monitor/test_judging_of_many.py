@@ -35,7 +35,6 @@ class _Rank:
         self.said: list[str] = []
         self.told: list[str] = []
         self.shown: list[Step] = []
-        self.again = 0  # times that it has told what it had announced
         self.now = self.used = 0.0
         self.seconds = seconds  # that it takes to judge a step
         calls = Calls(
@@ -43,17 +42,10 @@ class _Rank:
             learn=lambda _: None,
             judge=self._judge,
             show=self.shown.append,
-            report=lambda _: None,
-            adopt=lambda _: None,
             curious=lambda _: (),
-            answer=lambda _: None,
-            tell_again=self._tell_again,
             tell=lambda part, message: self.told.append(f"{part}: {message}"),
         )
         self.many = ManyRanks(rank, _WORLD, calls, lambda: self.now, lambda: self.used)
-
-    def _tell_again(self) -> None:
-        self.again += 1
 
     def _judge(self, step: Step) -> None:
         self.judged.append(step)
@@ -152,19 +144,6 @@ def test_a_judge_that_has_time_leaves_nothing_out() -> None:
         rank.tick(_part(step))
         rank.many.whole._parked.clear()  # rows of all would come
     assert (rank.many.left_out, rank.told) == (0, [])
-
-
-def test_who_follows_judges_when_the_ranks_before_it_have_left() -> None:
-    """And nobody else does."""
-    second, third = _Rank(1), _Rank(2)
-    for rank in (second, third):
-        rank.tick(_part(100))
-        rank.tick(_part(101, range(1, _WORLD)), members=tuple(range(1, _WORLD)))
-    assert [step.step for step in second.judged] == [101]
-    assert third.judged == []
-    assert (second.again, third.again) == (1, 1)
-    second.tick(_part(102, range(1, _WORLD - 1)), members=tuple(range(1, _WORLD - 1)))
-    assert second.again == 1  # who judges has heard it
 
 
 def test_steps_that_could_not_come_any_more_are_nobodys() -> None:

@@ -19,6 +19,7 @@ from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
 from ddpdebug.isolation import background
 from ddpdebug.monitor import open_hangs, progress, seen_ranks
+from ddpdebug.monitor.companion import Reply
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.progress.patience import Patience
@@ -613,7 +614,7 @@ def test_a_hang_that_one_rank_hears_judges_nothing_else() -> None:
     """Its id is that of its judge, alike on all ranks; what other rules wait for is as old as it was."""
     monitor = Monitor(Config())
     ticks: list[int] = []
-    monitor._judging.diagnosis.tick = lambda: ticks.append(1) or []  # type: ignore[method-assign]
+    monitor._judging._companion.tick = lambda: ticks.append(1) or Reply()  # type: ignore[method-assign]
     monitor._hear_own(replace(_stuck(), judge=3, number=2))
     assert [finding.id for finding in monitor.findings] == ["HANG501-3.2"]
     assert ticks == []

@@ -1,0 +1,354 @@
+"""The rank's side of its companion: what it is told, what it answers, and what is done where there is none.
+
+Nothing here waits for long: a reply that does not come at once is taken in a later tick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddpdebug.clock import time
+from ddpdebug.companion.calls import HEAD, dumped, json_of_step
+from ddpdebug.disk import Kept
+from ddpdebug.processes.detached import start
+from ddpdebug.schema.announcements import Announcement
+from ddpdebug.schema.finding import Finding, strict
+from ddpdebug.schema.requests import Request
+from ddpdebug.schema.step import Step
+from ddpdebug.schema.wire import to_json
+
+#: A tick waits so long for a reply; what must be known at once, and the end, wait longer.
+_IN_A_TICK, _AT_THE_END = 0.02, 10.0
+#: One that does not answer for so long is left, as one that has died.
+_PATIENCE = 30.0
+#: So often another one is started in the place of one that has died.
+_STARTS = 5
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came of the calls.
+
+    Args:
+        found: findings, each with whether it is new.
+        asks: what the ranks are asked.
+        curious: rules that want to see the rows of all ranks.
+    """
+
+    found: list[tuple[Finding, bool]] = field(default_factory=list)
+    asks: list[Request] = field(default_factory=list)
+    curious: list[str] = field(default_factory=list)
+
+
+class _Gone(Exception):  # noqa: N818 - of a process
+    """The companion does not answer any more."""
+
+
+class _Way(Protocol):
+    """A way to the rules."""
+
+    def send(self, message: bytes) -> None: ...
+    def receive(self, seconds: float) -> bytes | None: ...
+    def close(self) -> None: ...
+
+
+class _Beside:
+    """The process beside this rank.
+
+    Raises:
+        OSError: there can be none.
+    """
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        self._kept = Kept(self._socket.fileno())
+        self._out, self._in = bytearray(), bytearray()
+        rank = -1
+        with suppress(OSError, AttributeError):  # an old kernel: the end of the connection shows it
+            rank = os.pidfd_open(self._owner)
+        try:
+            start("ddpdebug.companion.process", (theirs.fileno(), rank), (theirs.fileno(), rank))
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+            if rank >= 0:
+                os.close(rank)
+        self._socket.setblocking(False)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, the part that does not go now with the next `receive`."""
+        self._out += HEAD.pack(len(message)) + message
+        self._push()
+
+    def receive(self, seconds: float) -> bytes | None:
+        """Return the next message, waiting so long for it; None where it has not come."""
+        until = time.monotonic() + seconds
+        while True:
+            self._push()
+            if (message := self._taken()) is not None:
+                return message
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
+            left = until - time.monotonic()
+            if not poll.poll(max(0.0, left) * 1000) or left < 0:
+                return None
+            self._pull()
+
+    def close(self) -> None:
+        """Let it go: it ends."""
+        if os.getpid() != self._owner:
+            return
+        if self._kept:
+            self._socket.close()
+        else:  # the script has closed it; what has its number now is the script's
+            self._socket.detach()
+
+    def _push(self) -> None:
+        self._check()
+        with suppress(BlockingIOError):
+            while self._out:
+                try:
+                    sent = self._socket.send(self._out, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    raise
+                except OSError as error:
+                    raise _Gone(str(error)) from None
+                del self._out[:sent]
+
+    def _pull(self) -> None:
+        self._check()
+        with suppress(BlockingIOError):
+            try:
+                data = self._socket.recv(1 << 20)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise _Gone(str(error)) from None
+            if not data:
+                raise _Gone("its process has ended")
+            self._in += data
+
+    def _taken(self) -> bytes | None:
+        if len(self._in) < HEAD.size:
+            return None
+        end = HEAD.size + HEAD.unpack_from(self._in)[0]
+        if len(self._in) < end:
+            return None
+        message = bytes(self._in[HEAD.size : end])
+        del self._in[:end]
+        return message
+
+    def _check(self) -> None:
+        if os.getpid() != self._owner or not self._kept:
+            raise _Gone("the script has closed the connection")
+
+
+class _Here:
+    """The rules in this process."""
+
+    def __init__(self, begin: Mapping[str, Any]) -> None:
+        from ddpdebug.companion.judge import Judge  # noqa: PLC0415 - a rank loads the rules where it has no companion
+
+        self._judge, self._answer = Judge(begin), b""
+
+    def send(self, message: bytes) -> None:
+        """Judge at once."""
+        self._answer = dumped(self._judge.reply(json.loads(message)["calls"]))
+
+    def receive(self, seconds: float) -> bytes | None:
+        """Return the answer."""
+        del seconds
+        return self._answer
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Companion:
+    """Takes what the rules are to judge, and returns what they find; starts as something is to be judged.
+
+    Args:
+        begin: what it must know: `world` and `config`.
+        log: the run directory, where all that was said so far can be read again.
+        known: the findings so far.
+        trouble: takes what goes wrong.
+    """
+
+    def __init__(
+        self,
+        begin: Mapping[str, Any],
+        log: Callable[[], Path | None],
+        known: Callable[[], Sequence[Finding]],
+        trouble: Callable[[str, str], object],
+    ) -> None:
+        self._begin, self._log, self._known, self._trouble = dict(strict(begin)), log, known, trouble
+        self._way: _Way | None = None
+        self._starts = 0
+        self._calls: list[bytes] = []
+        self._sent: list[bytes] = []  # that have no reply yet
+        self._since = 0.0  # when these were sent
+        self._from: Path | None = None  # from whose records the next one goes on
+        self._later = Reply()  # what came of calls as it was not asked for
+        self._ids = set[str | None]()  # of findings that were returned
+        self._judges_on = self._waits = False  # steps wait for answers; ticks without anything count
+        #: In this process, whatever is possible.
+        self.here = not sys.platform.startswith("linux")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is to come, or an answer of the ranks."""
+        return bool(self._sent) or self._judges_on
+
+    # --- what it is told ----------------------------------------------------------------------------------------------
+
+    def feed(self, step: Step) -> None:
+        """Hand over the next step."""
+        self._say("step", json_of_step(step))
+
+    def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, last: bool) -> None:  # noqa: FBT001 - as in JSON
+        """Hand over a detail, as it was sent; None where the rank has none."""
+        self._say("detail", rank, optimizer, step, kind, value, last)
+
+    def tell(self, topic: str, rank: int, announcement: Announcement | None) -> None:
+        """Hand over an announcement; None is one that could not be read."""
+        self._say("fact", topic, rank, to_json(announcement))
+
+    def meet(self) -> None:
+        """Begin anew with what the ranks announce."""
+        self._say("meet")
+
+    def adopt(self, findings: Sequence[Finding]) -> None:
+        """Go on from what another rank has found."""
+        self._say("adopt", [finding.to_json() for finding in findings])
+
+    def _say(self, *call: Any) -> None:
+        self._calls.append(dumped(call))
+
+    # --- what it answers ----------------------------------------------------------------------------------------------
+
+    def tick(self) -> Reply:
+        """Return what has come of the calls by now."""
+        reply, self._later = self._later, Reply()
+        until = time.monotonic() + _IN_A_TICK
+        self._hear(reply, until)
+        if not self._sent and (self._calls or self._waits):
+            self._say("tick")
+            self._send()
+            self._hear(reply, until)
+        return reply
+
+    def curious(self, step: Step) -> list[str]:
+        """Return the rules that want to see the rows of all ranks, as far as they say so at once."""
+        reply = self.tick()
+        if not self._sent:
+            self._say("curious", json_of_step(step))
+            self._send()
+            self._hear(reply, time.monotonic() + _IN_A_TICK)
+        self._later.found += reply.found
+        self._later.asks += reply.asks
+        return reply.curious
+
+    def news(self) -> Reply:
+        """Return what was found in what was told, and judge no step."""
+        return self._at_once("news")
+
+    def finish(self) -> Reply:
+        """Return what is left, and what only the end shows."""
+        return self._at_once("finish")
+
+    def close(self) -> None:
+        """Let the companion go."""
+        if self._way is not None:
+            self._way.close()
+            self._way = None
+
+    def _at_once(self, *call: Any) -> Reply:
+        """Return what comes of a call now, by the rules in this process if need be."""
+        reply = Reply()
+        for _ in range(2):
+            until = time.monotonic() + _AT_THE_END
+            self._hear(reply, until)
+            if not self._sent:
+                self._say(*call)
+                self._send()
+                self._hear(reply, until)
+                if self._is_answered:
+                    break
+            if self._sent:
+                self._leave(f"no answer in {_AT_THE_END:g} s")
+            self.here = True
+        return reply
+
+    @property
+    def _is_answered(self) -> bool:
+        return self._way is not None and not self._sent
+
+    def _send(self) -> None:
+        first = b"" if self._way is not None else b'"begin":' + dumped(self._open()) + b","
+        assert self._way is not None
+        self._sent, self._calls, self._since = self._calls, [], time.monotonic()
+        with suppress(_Gone):  # it is seen where the answer is looked for
+            self._way.send(b"{" + first + b'"calls":[' + b",".join(self._sent) + b"]}")
+
+    def _open(self) -> dict[str, Any]:
+        """Make a way to the rules; return what is said first on it."""
+        begin = {**self._begin, "directory": None if self._from is None else str(self._from)}
+        if not self.here and self._starts < _STARTS:
+            self._starts += 1
+            try:
+                self._way = _Beside()
+            except OSError as error:
+                self._trouble("companion", f"{error}; the rules judge in the process of the rank")
+        if self._way is None:
+            self.here, self._way = True, _Here(begin)
+        return begin
+
+    def _hear(self, reply: Reply, until: float) -> None:
+        """Take the answer that is awaited, if it comes by then."""
+        if not self._sent or self._way is None:
+            return
+        try:
+            answer = self._way.receive(until - time.monotonic())
+        except _Gone as error:
+            self._leave(str(error))
+            return
+        if answer is not None:
+            self._sent = []
+            self._take(json.loads(answer), reply)
+        elif time.monotonic() - self._since > _PATIENCE:
+            self._leave(f"no answer in {_PATIENCE:g} s")
+
+    def _leave(self, why: str) -> None:
+        """Go on with another one, which reads what this one has known, or begins with what is not judged yet."""
+        self.close()
+        self._way, self._from = None, self._log()
+        self._calls, self._sent = [*self._sent, *self._calls] if self._from is None else [], []
+        if self._from is None:
+            self._calls.insert(0, dumped(("adopt", [finding.to_json() for finding in self._known()])))
+        self._waits = True  # it is to be asked
+        self._trouble("companion", f"the process in which the rules judge was started again: {why}")
+
+    def _take(self, said: Mapping[str, Any], reply: Reply) -> None:
+        for text, new in said["found"]:
+            finding = Finding.from_json(text)
+            reply.found.append((finding, new and finding.id not in self._ids))
+            self._ids.add(finding.id)
+        for optimizer, step, kind, last, ranks in said["asks"]:
+            asked = Request(optimizer=optimizer, step=step, kind=kind, last=last, ranks=frozenset(ranks))
+            reply.asks.append(asked)
+        reply.curious += said["curious"]
+        self._judges_on, self._waits = said["busy"], said["waits"]
+        for part, message in said["troubles"]:
+            self._trouble(part, message)
