@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ddpdebug.clock import time
 from ddpdebug.companion.calls import HEAD, dumped, json_of_step
 from ddpdebug.disk import Kept
-from ddpdebug.processes.detached import start
+from ddpdebug.processes import detached
 from ddpdebug.schema.announcements import Announcement
 from ddpdebug.schema.finding import Finding, strict
 from ddpdebug.schema.requests import Request
@@ -61,7 +61,7 @@ class _Way(Protocol):
     def close(self) -> None: ...
 
 
-class _Beside:
+class Beside:
     """The process beside this rank.
 
     Raises:
@@ -77,7 +77,7 @@ class _Beside:
         with suppress(OSError, AttributeError):  # an old kernel: the end of the connection shows it
             rank = os.pidfd_open(self._owner)
         try:
-            start("ddpdebug.companion.process", (theirs.fileno(), rank), (theirs.fileno(), rank))
+            detached.start("ddpdebug.companion.process", (theirs.fileno(), rank), (theirs.fileno(), rank))
         except OSError:
             self._socket.close()
             raise
@@ -184,6 +184,7 @@ class Companion:
         log: the run directory, where all that was said so far can be read again.
         known: the findings so far.
         trouble: takes what goes wrong.
+        start: starts the process.
     """
 
     def __init__(
@@ -192,7 +193,9 @@ class Companion:
         log: Callable[[], Path | None],
         known: Callable[[], Sequence[Finding]],
         trouble: Callable[[str, str], object],
+        start: Callable[[], _Way] = Beside,
     ) -> None:
+        self._start = start
         self._begin, self._log, self._known, self._trouble = dict(strict(begin)), log, known, trouble
         self._way: _Way | None = None
         self._starts = 0
@@ -308,8 +311,8 @@ class Companion:
         if not self.here and self._starts < _STARTS:
             self._starts += 1
             try:
-                self._way = _Beside()
-            except OSError as error:
+                self._way = self._start()
+            except Exception as error:  # noqa: BLE001 - an audit hook of the script's may refuse it
                 self._trouble("companion", f"{error}; the rules judge in the process of the rank")
         if self._way is None:
             self.here, self._way = True, _Here(begin)

@@ -18,7 +18,7 @@ from ddpdebug.exchange.partial import set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.ticks import Tick
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.monitor.companion import Companion, Reply
+from ddpdebug.monitor.companion import Beside, Companion, Reply
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.sampling import Schedule
@@ -44,6 +44,7 @@ class Outlets:
         log: returns where all that was heard can be read again, None where it is not written down.
         announce_again: called as another rank begins to judge, which has not heard what ranks announced before.
         trouble: takes what goes wrong, once for each part.
+        start: as of `Companion`.
     """
 
     say: Callable[..., object]
@@ -54,6 +55,7 @@ class Outlets:
     log: Callable[[], Path | None]
     announce_again: Callable[[], object]
     trouble: Callable[[str, str], None]
+    start: Callable[[], Beside] = Beside
 
 
 class Judging:
@@ -83,7 +85,7 @@ class Judging:
         self._members: tuple[int, ...] = ()
         self._takes_over = False  # it judges from its next step on, alone
         self._hears_itself = False  # what it announces the ranks that judge cannot hear
-        self._companion = Companion({"world": world, "config": config}, to.log, to.known, to.trouble)
+        self._companion = Companion({"world": world, "config": config}, to.log, to.known, to.trouble, to.start)
         self._local_steps = LocalSteps(config)
         self._unheard: list[Sequence[tuple[Finding, bool]]] = []  # what was found and said, until this rank hears it
         self._has_steps = False  # of this tick, about which the ranks may be asked in the next

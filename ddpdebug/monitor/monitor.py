@@ -40,6 +40,7 @@ from ddpdebug.forensics.replay.investigator import Investigator
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.monitor.companion import Beside
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
@@ -136,6 +137,7 @@ class Monitor:
     """
 
     _keeper: Keeper | None = None  # serves the end of this process
+    _ready: Beside | None = None  # the companion, until it is needed
     _pusher: Pusher | None = None  # sends a hub what the run directory has
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
     _progress_watch: ProgressWatch | None = None  # of several ranks
@@ -188,8 +190,8 @@ class Monitor:
         self.directory: Path | None = None
         self._home: Path | None = None  # the same wherever the script moves to
         self._exchange: Exchange | None = None
-        self._announced: dict[str, dict[str, Any]] = {}  # topic -> what the rank that judges was told; any thread
-        self._early: list[dict[str, Any]] = []  # announcements made before the ranks could talk
+        # announcements made before the ranks could talk; topic -> what the rank that judges was told (any thread)
+        self._early, self._announced = list[dict[str, Any]](), dict[str, dict[str, Any]]()
         self._troubles: list[Trouble] = []
         self._writing = threading.Lock()  # of `_troubles` and `_has_sinks`, for any thread may be in trouble
         self._has_sinks = False
@@ -354,6 +356,7 @@ class Monitor:
             lambda: run("close:coverage", self.covering.close, look=not yields()),
             self._let_store_go,
             lambda: contain("close:companion", self._judging.close),
+            lambda: self._ready is None or contain("close:companion", self._ready.close),
             lambda: contain("close:end", self._end, reason, exit_code),
             lambda: self.fanout is None or contain("close:sinks", self.fanout.close),
             # one that no sink has given the end has nothing to wait for
@@ -445,6 +448,8 @@ class Monitor:
         devices.failure.when(self._device_failed)
         self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
         self._pusher = self.guard.run("pusher", start_pusher, self.config, os.environ, self._trouble)
+        if os.environ.get("RANK", "0") == "0" and sys.platform.startswith("linux"):
+            self._ready = self.guard.run("companion", Beside)  # before the script goes on, which can look at processes
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.guard.run("patches", self.probes.patches.install)
@@ -561,9 +566,14 @@ class Monitor:
             known=lambda: self.reporter.known,
             log=lambda: self._home if self.rank == 0 else None,
             announce_again=self._announce_again,
+            start=self._beside,
             trouble=self._trouble,
         )
         return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
+
+    def _beside(self) -> Beside:
+        ready, self._ready = self._ready, None
+        return ready or Beside()
 
     def _watch_progress(self) -> ProgressWatch | None:
         if self.world == 1:

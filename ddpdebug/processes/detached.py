@@ -1,32 +1,36 @@
 """Starts a process of ours beside a rank that outlives it: nobody's child, in a session of its own. Torch-free.
 
-It has none of the job's streams, folders or variables. See docs/decisions/029.
+It has none of the job's streams, folders or variables, and nobody in the job can wait for it or hear of its end: what
+starts it is a copy of the process that sends no signal and is gone at once. See docs/decisions/029 and 051.
 """
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import os
-import subprocess
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from ddpdebug.clock import time
+from ddpdebug.isolation.confinement import Confinement, UnconfinedError, clone
 
 #: Seconds that the start may take.
 _PATIENCE = 10.0
 #: What the process needs to run at all, and to reach others.
 _VARIABLES = ("LD_LIBRARY_PATH", "PATH", "SSL_CERT_DIR", "SSL_CERT_FILE")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
-_PROGRAM = """\
-import os, sys
-if os.fork():
-    os._exit(0)
-sys.path.append({root!r})
-from {module} import main
-main({words!r})
-"""
+_PROGRAM = "import signal, sys\nsignal.alarm(0)\nsys.path.append({root!r})\nfrom {module} import main\nmain({words!r})"
+_WALL = 0x40000000  # waits for children that send no signal, too
+_CLOSE_RANGE, _SET_FLAGS, _LAST = 436, 2, 0xFFFFFFFF  # the call's number, fcntl's F_SETFD, the highest descriptor
+_FAILED = 127
+_call: Callable[[Any], Any] = operator.call  # `map` has no type for it
 
 
 def start(module: str, words: tuple[Any, ...], files: tuple[int, ...]) -> None:
-    """Start a process that calls `main(words)` of a module; the one that starts it is reaped here at once.
+    """Start a process that calls `main(words)` of a module.
 
     Args:
         files: descriptors that it gets.
@@ -35,23 +39,67 @@ def start(module: str, words: tuple[Any, ...], files: tuple[int, ...]) -> None:
         OSError: it did not start.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    program = _PROGRAM.format(root=root, module=module, words=words)
+    command = [sys.executable, "-I", "-S", "-c", program]
+    environ = {name: os.environ[name] for name in (*_VARIABLES, *_PROXIES) if name in os.environ}
+    null = os.open(os.devnull, os.O_RDWR)
     try:
-        process = subprocess.Popen(  # noqa: S603 - our own words
-            [sys.executable, "-I", "-S", "-c", _PROGRAM.format(root=root, module=module, words=words)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={name: os.environ[name] for name in (*_VARIABLES, *_PROXIES) if name in os.environ},
-            pass_fds=[fd for fd in files if fd >= 0],
-            start_new_session=True,
-        )
-    except OSError as error:
+        first = clone()
+        row = (first, clone(), *_steps(command, environ, null, {number for number in files if number >= 0}).steps)
+        _copy(row)
+    except UnconfinedError as error:
         raise OSError(f"the process for it did not start: {error}") from None
+    finally:
+        os.close(null)
+
+
+def _steps(command: list[str], environ: dict[str, str], null: int, files: set[int]) -> Confinement:
+    """Return what the process does before it becomes another program."""
+    found = Confinement()
+    found.add("alarm", int(_PATIENCE))  # a lock of the C library that another thread had taken is never let go there
+    found.add("setsid")
+    for number in {0, 1, 2} - files:
+        found.add("dup2", null, number)
+    for number in files:
+        found.add("fcntl", number, _SET_FLAGS, 0)
+    edges = sorted(files | {0, 1, 2})
+    for low, high in zip(edges, [*edges[1:], _LAST + 1], strict=True):
+        if low + 1 < high:
+            found.add("syscall", _CLOSE_RANGE, low + 1, high - 1, 0)
+    found.add("chdir", b"/")
+    words = [os.fsencode(word) for word in command]
+    variables = [os.fsencode(f"{name}={value}") for name, value in environ.items()]
+    found.add("execve", words[0], _array(words), _array(variables))
+    found.add("_exit", _FAILED)
+    return found
+
+
+def _array(words: list[bytes]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * (len(words) + 1))(*words, None)
+
+
+def _copy(row: tuple[Callable[[], object], ...]) -> None:
+    """Copy this process twice, the second time from the first copy, which ends.
+
+    No code in Python runs in the second copy: its own number, 0, leads on to its steps (`isolation/child.py`). A copy
+    that sends no signal as it ends cannot become another program without sending one: that is why there are two.
+    """
+    parent, pid = os.getpid(), -1
     try:
-        failed = process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        failed = process.wait()
-    if failed:
-        raise OSError("the process for it did not start")
+        pid = next(filter(None, map(_call, row)), 0)
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    if pid < 0:
+        raise UnconfinedError("this process could not be copied")
+    until = time.monotonic() + _PATIENCE
+    while time.monotonic() < until:
+        try:
+            if os.waitpid(pid, os.WNOHANG | _WALL)[0]:
+                return
+        except ChildProcessError:  # somebody waits for children of all kinds
+            return
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, _WALL)
+    raise UnconfinedError("the copy did not end")

@@ -181,7 +181,7 @@ def test_the_rules_judge_here_where_no_process_can_be_started(
     def refuse(*_: object) -> None:
         raise OSError("the process for it did not start")
 
-    monkeypatch.setattr(companion_of, "start", refuse)
+    monkeypatch.setattr("ddpdebug.processes.detached.start", refuse)
     rank = _Rank(tmp_path / "run")
     assert _run(rank) == expected
     assert len(rank.troubles) == 1
