@@ -14,6 +14,7 @@ from ddpdebug.detectors.kinds import ChainRule, EventRule, Streak, StreakRule
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
+from ddpdebug.sinks.prometheus.exporter import TOLD_ONCE
 
 CHAINS = [rule for rule in catalog() if issubclass(rule, ChainRule)]
 
@@ -97,3 +98,9 @@ def test_a_chain_has_one_beginning() -> None:
         before = [rule.after for rule in links]
         assert len(set(before)) == len(links)
         assert None in before
+
+
+def test_an_exporter_knows_which_findings_are_never_over() -> None:
+    """By their codes, for a rank that serves metrics does not load the rules."""
+    once = {rule.code for rule in catalog() if issubclass(rule, EventRule)}
+    assert {rule.code for rule in catalog() if rule.code.startswith(TOLD_ONCE)} == once

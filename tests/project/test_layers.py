@@ -24,6 +24,7 @@ _LAYERS = (
     ("run_directory",),
     ("exchange", "grafana", "processes"),
     ("diagnosis", "probes", "progress"),
+    ("companion",),
     ("checkpoints", "ci", "cures", "forensics", "reports"),
     ("instrument", "testing"),
     ("monitor", "pytest_plugin"),
@@ -61,6 +62,7 @@ _PURE = (
     "hub",
     "mcp",
     "cures",
+    "companion",
     "diagnosis.reporter",
     "diagnosis.rejudge",
     "ci.verdict",
@@ -274,3 +276,17 @@ def test_scripts_import_what_is_there(folder: str) -> None:
                 for name in (alias.name for alias in node.names):
                     there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}") is not None
                     assert there, f"{path}: {node.module}.{name}"
+
+
+def test_a_rank_loads_no_rule() -> None:
+    """They judge in the companion: what is imported with a monitor are none of them, nor what runs them."""
+    script = """
+import sys
+import ddpdebug.monitor.monitor, ddpdebug.sinks.prometheus.exporter
+rules = [name for name in sys.modules if name.startswith("ddpdebug.detectors.") and name.count(".") == 3]
+print([name for name in rules if name.rpartition(".")[2][-1:].isdigit()], "ddpdebug.diagnosis.engine" in sys.modules)
+print(len(rules))
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split("\n")
+    assert told[0] == "[] False"
+    assert int(told[1]) < 12, "helpers of rules, and the few from which a rank takes a threshold"
