@@ -47,9 +47,11 @@ def _serve(connection: socket.socket, rank: int) -> None:
     judge: Judge | None = None
     while (message := _read(connection, rank)) is not None:
         said: dict[str, Any] = json.loads(message)
-        if judge is None:
-            judge = Judge(said["begin"])
-        answer = dumped(judge.reply(said["calls"]))
+        try:
+            judge = judge or Judge(said["begin"])
+            answer = dumped(judge.reply(said["calls"]))
+        except Exception as error:  # noqa: BLE001 - the rank says that nothing is judged any more
+            answer = dumped({"failed": f"{type(error).__name__}: {error}"})
         try:
             connection.sendall(HEAD.pack(len(answer)) + answer)
         except OSError:

@@ -313,7 +313,7 @@ class Companion:
             try:
                 self._way = self._start()
             except Exception as error:  # noqa: BLE001 - an audit hook of the script's may refuse it
-                self._trouble("companion", f"{error}; the rules judge in the process of the rank")
+                self._trouble("companion", f"the rules judge in the process of rank 0, and in none beside it: {error}")
         if self._way is None:
             self.here, self._way = True, _Here(begin)
         return begin
@@ -341,9 +341,11 @@ class Companion:
         if self._from is None:
             self._calls.insert(0, dumped(("adopt", [finding.to_json() for finding in self._known()])))
         self._waits = True  # it is to be asked
-        self._trouble("companion", f"the process in which the rules judge was started again: {why}")
+        self._trouble("companion", f"the process in which the rules judge is started again: {why}")
 
     def _take(self, said: Mapping[str, Any], reply: Reply) -> None:
+        if "failed" in said:
+            raise RuntimeError(said["failed"])
         for text, new in said["found"]:
             finding = Finding.from_json(text)
             reply.found.append((finding, new and finding.id not in self._ids))

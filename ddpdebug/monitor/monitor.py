@@ -530,6 +530,8 @@ class Monitor:
             if self.groups.store is None and not lost:
                 self.rank, self.world = 0, 1
             self.covering.begin(self.rank, expected, self.groups.store, self.groups.prefix)
+        if self.rank != 0 and self._ready is not None:  # the environment did not have the rank
+            self._beside().close()
         note(self._origin, self.rank)
         self.probes.meet(self.world)
         self.elements.rank, self.disk.ranks = self.rank, self.world

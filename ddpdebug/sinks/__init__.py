@@ -101,7 +101,7 @@ class Trouble:
     def is_failure(self) -> bool:
         """Whether a part has switched itself off; otherwise the message says by itself what is not looked at."""
         part = self.part.partition(" of rank ")[0]
-        return part not in {"device", "guard", "judging", "threads", "torch"} and not part.startswith(
+        return part not in {"companion", "device", "guard", "judging", "threads", "torch"} and not part.startswith(
             ("sink:run_directory ", "sink:annotations ", "sink:hub ")
         )
 

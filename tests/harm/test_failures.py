@@ -85,12 +85,18 @@ from ddpdebug.probes import buffers
 def broken(): raise RuntimeError("broken digest")
 buffers.device = SimpleNamespace(digests=lambda tensors: broken)
 """
-_DETECTORS = """
+#: The rules judge in the rank, where they can be broken.
+_HERE = """
+from ddpdebug.processes import detached
+def refuse(*args): raise OSError("no process")
+detached.start = refuse
+"""
+_DETECTORS = f"""{_HERE}
 from ddpdebug.detectors.catalog import catalog
 def broken(self, step): raise RuntimeError("broken rule")
 for rule in catalog(): rule.detect = broken
 """
-_DIAGNOSIS = """
+_DIAGNOSIS = f"""{_HERE}
 from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args): raise RuntimeError("broken diagnosis")
 Diagnosis.feed = Diagnosis.finish = broken
@@ -148,7 +154,7 @@ from ddpdebug.monitor import monitor
 def broken(self): raise RuntimeError("cannot attach")
 monitor.Monitor.install = broken
 """
-_CLOSE = """
+_CLOSE = f"""{_HERE}
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args, **kwargs): raise RuntimeError("broken end")

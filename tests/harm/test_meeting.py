@@ -77,7 +77,9 @@ def without(): raise ConnectionError("the job's store (Mine) gives no connection
 torch_internals.private_store = without
 """
 _TICKS = """
-from ddpdebug.monitor.monitor import Monitor
+from ddpdebug.processes import detached
+def refuse(*args): raise OSError("no process")
+detached.start = refuse
 from ddpdebug.diagnosis.engine import Diagnosis
 def broken(self, *args): raise RuntimeError("broken fact")
 Diagnosis.tell = broken
@@ -137,7 +139,7 @@ CASES: dict[str, tuple[list[str], Any, dict[str, str], str, bool]] = {
         "the job's store (Mine) gives no",
         False,
     ),
-    "announcements on one rank": (_FAULT, [], {"1": _TICKS}, "diagnosis of rank 1 ", True),
+    "announcements": (_FAULT, [], {"0": _TICKS}, "diagnosis has switched itself off", True),
     "votes on one rank": (_LONG, ["--guard", "stop"], {"1": _VOTES}, "message:vote of rank 1 ", True),
 }
 
