@@ -66,11 +66,11 @@ class LocalSteps:
             known.kind = _Kind.PARTED  # they synchronise again, and were not averaged before
 
     def undecided(self, step: Step) -> bool:
-        """Tell whether later steps have to show what it means that the replicas part in this one."""
+        """Whether later steps have to show what it means that the replicas part in this one."""
         return self._is(step, _Kind.UNDECIDED)
 
     def parted(self, optimizer: int) -> bool:
-        """Tell whether later steps have shown that the replicas of an optimizer have parted by mistake."""
+        """Whether later steps have shown that the replicas of an optimizer have parted by mistake."""
         known = self._replicas.get(optimizer)
         return known is not None and known.kind is _Kind.PARTED
 

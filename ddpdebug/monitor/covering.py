@@ -245,7 +245,7 @@ class Covering:
         say(text)
 
     def _may_speak(self) -> bool:
-        """Tell whether this rank is the one of its node that speaks besides rank 0."""
+        """Whether this rank is the one of its node that speaks besides rank 0."""
         if self._phase == "met" and not self._lost:
             return False
         return os.environ.get("LOCAL_RANK", "0") == "0" if self._claim is None else self._claim == 1

@@ -58,7 +58,7 @@ def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:
 
 
 def is_known(kind: str, record: StepRecord, sources: Sources) -> bool:
-    """Tell whether the answer is complete: some things show a little later, as the line of a direct call."""
+    """Whether the answer is complete: some things show a little later, as the line of a direct call."""
     if kind == "holders":
         return sources.holders.known()
     if kind == "numerics":

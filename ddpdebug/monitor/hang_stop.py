@@ -101,7 +101,7 @@ class HangStop:
 
 
 def is_at_rest(look: RankProgress) -> bool:
-    """Tell whether a rank waits for others, or nothing moves in it."""
+    """Whether a rank waits for others, or nothing moves in it."""
     return look.waiting or look.still >= STUCK_SECONDS
 
 

@@ -72,7 +72,7 @@ class Allowance:
         self._clock, self._since, self._left = clock, clock(), _AT_ONCE
 
     def has(self, *, telling: bool = False) -> bool:
-        """Tell whether there is time left, for what tells much also where it is borrowed."""
+        """Whether there is time left, for what tells much also where it is borrowed."""
         now = self._clock()
         self._left = min(_AT_ONCE, self._left + (now - self._since) * max(self.share, _LEAST_SHARE))
         self._since = now
@@ -152,7 +152,7 @@ class PartAssembler:
                 yield key, part
 
     def _is_overdue(self, key: Key, behind: int) -> bool:
-        """Tell whether to judge a step without ranks that have all passed it, or are far behind."""
+        """Whether to judge a step without ranks that have all passed it, or are far behind."""
         ahead = self._newest[key[0]] - key[1]
         return ahead >= LATE_STEPS or (ahead >= LAG_STEPS and not behind)
 
@@ -184,7 +184,7 @@ class _Credit:
     since: float = 0.0
 
     def take(self, now: float) -> bool:
-        """Tell whether they may be asked for now; a cause that has been quiet for long begins anew."""
+        """Whether they may be asked for now; a cause that has been quiet for long begins anew."""
         if now - self.since > 2 * _MOST_SECONDS:
             self.left, self.wait = _BURST, _REFILL_SECONDS
         if self.left:
@@ -268,7 +268,7 @@ class WholeSteps:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether rows are waited for."""
+        """Whether rows are waited for."""
         return bool(self._parked)
 
     def wants(self, key: Key, part: StepPart, step: Step) -> bool:
@@ -288,7 +288,7 @@ class WholeSteps:
         return wants
 
     def _is_due(self, optimizer: int, number: int, now: float) -> bool:
-        """Tell whether the rows of all are wanted whatever the ranks show."""
+        """Whether the rows of all are wanted whatever the ranks show."""
         since = self._whole[optimizer]
         first = number in _FIRST_STEPS and optimizer < _BURST
         if not first and (now - since < WHOLE_SECONDS or now - self._last < _APART_SECONDS):
@@ -403,7 +403,7 @@ class ManyRanks:
 
     @property
     def busy(self) -> bool:
-        """Tell whether the judge waits for rows of the others, or is likely to ask this rank at once for its own."""
+        """Whether the judge waits for rows of the others, or is likely to ask this rank at once for its own."""
         return self.whole.waiting if self.judges else self._is_expecting
 
     def take(self, tick: Tick) -> None:

@@ -260,7 +260,7 @@ class Monitor:
 
     @property
     def closed(self) -> bool:
-        """Tell whether `close` was called."""
+        """Whether `close` was called."""
         return self._closed
 
     def observe(self, **values: Any) -> None:
@@ -375,7 +375,7 @@ class Monitor:
             self._beats.let_go()
 
     def _is_whole(self, reason: str) -> bool:
-        """Tell whether what has ended is a script, or an epoch."""
+        """Whether what has ended is a script, or an epoch."""
         return reason == "finished" and bool(
             self.command or self.guard.run("close:loaders", lambda: self.probes.loaders.repeated)
         )
@@ -384,7 +384,7 @@ class Monitor:
         self._write(RunEnded(reason=reason, exit_code=exit_code, steps=dict(self._steps), time=utc()))
 
     def _is_run_of_others(self) -> bool:
-        """Tell whether the ranks of the run are those that the script has started, and this process was none."""
+        """Whether the ranks of the run are those that the script has started, and this process was none."""
         if self.starts is None:
             return False
         yields = self._exchange is None and not self._steps and self.starts.has_run
@@ -696,7 +696,7 @@ class Monitor:
 
     @property
     def _is_waited_for(self) -> bool:
-        """Tell whether the training thread waits until this rank has left the others."""
+        """Whether the training thread waits until this rank has left the others."""
         return self._closed or (self._exchange is not None and self._exchange.parting)
 
     # --- the training thread ------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class _Open:
     free: float | None = None
 
     def is_over(self, looks: Mapping[int, RankProgress], now: float) -> bool:
-        """Tell whether a rank that waited has gone on; one that only looks up in between has not."""
+        """Whether a rank that waited has gone on; one that only looks up in between has not."""
         free = not self.waited and not any(look.waiting for look in looks.values())
         for rank, before in self.waited.items():
             look = looks.get(rank, before)
@@ -153,7 +153,7 @@ class OpenHangs:
         self._alone.clear()
 
     def knows(self, announcement: Hang) -> bool:
-        """Tell whether this rank has judged a hang by itself, before the others could hear it."""
+        """Whether this rank has judged a hang by itself, before the others could hear it."""
         return announcement.judge == self._ranks.rank and announcement.number in self._fed
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class OpenHangs:
         self._share(busy, line if begins else "", alone=alone)
 
     def closes(self, hang: Hang, begins: bool) -> bool:  # noqa: FBT001 - as `conclude` has it
-        """Tell whether this rank says that a hang is over: its own, and those of a judge that has gone."""
+        """Whether this rank says that a hang is over: its own, and those of a judge that has gone."""
         gone = hang.judge in self._ranks.left or hang.judge not in self._ranks.members
         return hang.judge == self._ranks.rank or (begins and gone)
 

@@ -248,7 +248,7 @@ class ProgressWatch:
             self._ranks.hear_of(rank, announcement)
 
     def knows(self, announcement: Hang) -> bool:
-        """Tell whether this rank has judged a hang by itself, before the others could hear it."""
+        """Whether this rank has judged a hang by itself, before the others could hear it."""
         return self._hangs.knows(announcement)
 
     def entered(self) -> Mapping[str, int]:
@@ -421,7 +421,7 @@ class ProgressWatch:
         return self._ranks.about_left(far, {**seen, far[0]: gone})
 
     def _is_cancelled(self) -> bool:
-        """Tell whether this process was asked to end, or has lost who had started it."""
+        """Whether this process was asked to end, or has lost who had started it."""
         asked = {signal.Signals[name] for name in _REQUESTS}
         return bool(signal.sigpending() & asked) or os.getppid() != self._parent
 
@@ -459,12 +459,12 @@ class ProgressWatch:
 
 
 def _was_asked(left: str) -> bool:
-    """Tell whether a rank has left because it was asked to, as all ranks of a cancelled job are."""
+    """Whether a rank has left because it was asked to, as all ranks of a cancelled job are."""
     return left.endswith(_REQUESTS) or "KeyboardInterrupt" in left
 
 
 def _explains_itself(left: str) -> bool:
-    """Tell whether a rank has ended by something else than a call that did not fit: an error of its own, a signal."""
+    """Whether a rank has ended by something else than a call that did not fit: an error of its own, a signal."""
     reason = left.removeprefix("it has ended: ").removeprefix("it has gone: ")
     killed = "killed by" in reason and "SIGABRT" not in reason
     return killed or (reason.startswith("exception") and not is_victims(reason))

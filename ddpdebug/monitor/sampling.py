@@ -113,11 +113,11 @@ class Schedule:
         return plans[0]
 
     def due(self, optimizer: int, step: int) -> bool:
-        """Tell whether a step is checked in full."""
+        """Whether a step is checked in full."""
         return self.every_step or step % self._at(optimizer, step).checked == 0 or step in self._extra
 
     def watched(self, optimizer: int, step: int) -> bool:
-        """Tell whether a step is watched: it has a row."""
+        """Whether a step is watched: it has a row."""
         return step % self._at(optimizer, step).watched == 0 or self.due(optimizer, step)
 
     def ahead(self, seconds: float) -> int:
@@ -260,7 +260,7 @@ class Signs:
         return bool(new)
 
     def _loss_of_few_jumps(self, step: Step) -> bool:
-        """Tell whether the losses of some ranks, and not of most, leave what these ranks' losses were."""
+        """Whether the losses of some ranks, and not of most, leave what these ranks' losses were."""
         few = []
         for rank, row in step.rows.items():
             history = self._losses.setdefault(rank, deque(maxlen=_HISTORY))
@@ -295,7 +295,7 @@ def _jumps(value: float, history: Sequence[float], least: float) -> bool:
 
 
 def _norms_part(step: Step) -> bool:
-    """Tell whether the ranks clip by different norms, which they do not where they hold the same gradients."""
+    """Whether the ranks clip by different norms, which they do not where they hold the same gradients."""
     if step.any(Flag.CLIPPED_BEFORE_SYNC) or step.any(Flag.LOCAL_ONLY):
         return False
     norms = [row.clip_norm for row in step.rows.values() if math.isfinite(row.clip_norm)]

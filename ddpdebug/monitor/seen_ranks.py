@@ -171,7 +171,7 @@ class SeenRanks:
         return found, here
 
     def _may_be_here(self, rank: int, now: float) -> bool:
-        """Tell whether a rank runs on this host, as far as is known without its files."""
+        """Whether a rank runs on this host, as far as is known without its files."""
         look, _ = self.looks.get(rank, (None, 0.0))
         if look is not None and look.host:
             return look.host == kernel.host()
@@ -321,7 +321,7 @@ class SeenRanks:
 
 
 def answers(one: Seen) -> bool:
-    """Tell whether a rank is there, and can judge."""
+    """Whether a rank is there, and can judge."""
     return one.progress is not None and not (one.silent or one.left)
 
 

@@ -186,7 +186,7 @@ class Starts:
 
     @property
     def any_ranks(self) -> bool:
-        """Tell whether a started process has become a rank, also one whose object is gone."""
+        """Whether a started process has become a rank, also one whose object is gone."""
         if self._origin is None:
             return False
         with suppress(OSError):
@@ -195,7 +195,7 @@ class Starts:
 
     @property
     def has_run(self) -> bool:
-        """Tell whether the run is that of the started processes: some are ranks, or may become ranks yet."""
+        """Whether the run is that of the started processes: some are ranks, or may become ranks yet."""
         return self.any_ranks or any([_lives(process) for ref in self._started if (process := ref()) is not None])
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def keep(directory: Path, name: str, statuses: dict[int, int]) -> None:
 
 
 def _lives(process: Any) -> bool:
-    """Tell whether a process runs, without taking its exit status from the one who waits for it."""
+    """Whether a process runs, without taking its exit status from the one who waits for it."""
     try:
         return not multiprocessing.connection.wait([process.sentinel], 0)
     except (OSError, ValueError):
@@ -250,7 +250,7 @@ def _lives(process: Any) -> bool:
 
 
 def _loads_the_same() -> bool:
-    """Tell whether a new interpreter finds this ddpdebug: what it cannot load would end it."""
+    """Whether a new interpreter finds this ddpdebug: what it cannot load would end it."""
     executable = multiprocessing.spawn.get_executable()
     if executable is not None and os.fsdecode(executable) != sys.executable:
         return False
