@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.ci.golden import TRAJECTORY, Course, compare, load, read_path, recording
+from ddpdebug.ci.golden_facts import hold_to
 from ddpdebug.ci.publish import Witness, judge_directory
 from ddpdebug.ci.selftest import FAULT, FAULTS, STEPS, Fault, Proof, prove
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
+from ddpdebug.facts.comparison import facts_of
+from ddpdebug.facts.fact import Facts
 from ddpdebug.printing import say
 from ddpdebug.processes.launch import Request
 from ddpdebug.run_directory.reader import read_findings, read_ignored_findings, read_steps
@@ -53,9 +56,38 @@ def record_path(request: Request, directory: Path, start: Start) -> Verdict:
     return _noted(verdict, f"{len(first.moments)} steps recorded in {target.name}; they can be compared {how}")
 
 
-def follow_path(request: Request, directory: Path, start: Start) -> Verdict:
-    """Run the script and return its verdict, with where it leaves the recorded path."""
-    golden = _golden(request)
+Golden = Facts | dict[str, Any]
+
+
+def golden_of(file: Path) -> Golden:
+    """Read what `--golden` names: a run directory or a file of facts, or a path that `--record` wrote.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if file.is_dir() or _has_facts(file):
+        return facts_of(file)
+    try:
+        return load(file)
+    except OSError as error:
+        raise UsageError(f"--golden {str(file)!r} cannot be read: {error.strerror}; make one with --record") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--golden {str(file)!r}: {error}; make it again with --record") from None
+
+
+def _has_facts(file: Path) -> bool:
+    """Tell whether a file begins as one of facts does, and not as one that `--record` wrote."""
+    try:
+        with file.open("rb") as opened:
+            return b'"facts": [' in opened.read(200)
+    except OSError:
+        return False
+
+
+def follow(request: Request, directory: Path, golden: Golden, start: Start) -> Verdict:
+    """Run the script and return its verdict, with what does not hold of a good run, or where it leaves a path."""
+    if isinstance(golden, Facts):
+        return _hold(request, directory, golden, start)
     verdict, course = _follow(request, directory, start, "0")
     if course is None:
         return verdict
@@ -64,15 +96,13 @@ def follow_path(request: Request, directory: Path, start: Start) -> Verdict:
     return replace(verdict, golden=found, word=word)
 
 
-def _golden(request: Request) -> dict[str, Any]:
-    file = request.config.golden
-    assert file is not None
-    try:
-        return load(file)
-    except OSError as error:
-        raise UsageError(f"--golden {str(file)!r} cannot be read: {error.strerror}; make one with --record") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--golden {str(file)!r}: {error}; make it again with --record") from None
+def _hold(request: Request, directory: Path, golden: Facts, start: Start) -> Verdict:
+    given = {key: value for key, value in request.given.items() if key != "golden"}
+    witness = start(replace(request, given=given), directory, secrets.token_hex(3), {})
+    note = hold_to(golden, directory, Disk(mode_of(request.config.file_mode)))
+    config = request.config
+    verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+    return _noted(verdict, note) if note else verdict
 
 
 def _follow(request: Request, directory: Path, start: Start, shaken: str) -> tuple[Verdict, Course | None]:

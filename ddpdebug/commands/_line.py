@@ -20,6 +20,7 @@ COMMANDS = (
     "bisect",
     "equivalence",
     "explain",
+    "facts",
     "fix",
     "replay",
     "checkpoint",

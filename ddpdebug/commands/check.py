@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddpdebug.ci.extra_runs import follow_path, prove_detectors, record_path
+from ddpdebug.ci.extra_runs import Golden, follow, golden_of, prove_detectors, record_path
 from ddpdebug.ci.publish import Witness, findings_of, judge_directory, publish, reported
 from ddpdebug.ci.verdict import Outcome, Verdict, judge
 from ddpdebug.clock import time, utc_now
@@ -65,9 +65,10 @@ def _from_outside(request: Request) -> int:
         print(error, end="", file=sys.stderr)
         failed = Outcome(rank=0, reason=f"exception: {error.splitlines()[-1]}", exit_code=1)
         return publish(judge((), {0: failed}, world=1), config, None, request.target.name)
+    golden = None if config.golden is None else golden_of(config.golden)  # which may be the run that is put away now
     directory = _directory(config, run_id)
     try:
-        verdict = _verdict(request, directory, run_id)
+        verdict = _verdict(request, directory, run_id, golden)
     except KeyboardInterrupt:
         found = findings_text(findings_of(directory, run_id))
         say(f"ddpdebug: interrupted · {found} · {directory}\n")
@@ -75,14 +76,14 @@ def _from_outside(request: Request) -> int:
     return publish(verdict, config, directory, request.target.name)
 
 
-def _verdict(request: Request, directory: Path, run_id: str) -> Verdict:
+def _verdict(request: Request, directory: Path, run_id: str, golden: Golden | None) -> Verdict:
     config = request.config
     if config.self_test:
         return prove_detectors(request, directory, run_ranks)
     if config.record is not None:
         return record_path(request, directory, run_ranks)
-    if config.golden is not None:
-        return follow_path(request, directory, run_ranks)
+    if golden is not None:
+        return follow(request, directory, golden, run_ranks)
     witness = run_ranks(request, directory, run_id)
     return judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
 

@@ -275,7 +275,8 @@ class Config:
     golden: Path | None = _option(
         None,
         kinds.FILE,
-        "Fail where training leaves the path that --record wrote, and name the first step and parameter.",
+        "Fail where facts of a good run (its directory, or a file of `ddpdebug facts`) do not hold any more, or where "
+        "training leaves the path that --record wrote, and name the first that differs.",
         commands=("check",),
     )
 

@@ -25,6 +25,7 @@ from ddpdebug.clock import utc_now
 from ddpdebug.detectors.nature import restart
 from ddpdebug.detectors.pages import pages
 from ddpdebug.errors import UsageError, did_you_mean
+from ddpdebug.facts.comparison import differences, facts_of, listed
 from ddpdebug.progress.boxes import read_ranks, together
 from ddpdebug.reports.reading import read_history
 from ddpdebug.reports.top.snapshot import from_directory
@@ -207,8 +208,17 @@ class Answers:
         about = {"code": page.code, "severity": page.severity.label, "title": page.title}
         return {**about, "is_detected": page.detected, "found_by": page.found_by or None, **page.prose}
 
+    def facts(self, run: str) -> dict[str, Any]:
+        """Return what is known of how a run trains: who moves, modes, loads, samples, scale, order, numbers, ranks.
+
+        Args:
+            run: the name of a run, as list_runs has it.
+        """
+        known = facts_of(self._run(run))
+        return {"run": run, "world": known.world, "steps": known.steps, "facts": list(listed(known))}
+
     def compare_runs(self, one: str, other: str) -> dict[str, Any]:
-        """Return in what two runs differ: settings and versions, findings, verdicts, losses, times of a step.
+        """Return in what two runs differ: facts, settings and versions, findings, verdicts, losses, times of a step.
 
         Args:
             one: the name of a run, as list_runs has it.
@@ -234,6 +244,7 @@ class Answers:
         return {
             "one": {**self._about(paths["one"]), "step_seconds": _middle(histories["one"].series[_TIME])},
             "other": {**self._about(paths["other"]), "step_seconds": _middle(histories["other"].series[_TIME])},
+            "facts_that_differ": _differences(paths["one"], paths["other"]),
             "differ_in": settings,
             "findings_of_one_alone": sorted(codes["one"] - codes["other"]),
             "findings_of_the_other_alone": sorted(codes["other"] - codes["one"]),
@@ -389,6 +400,14 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
             yield entry
             if entry.is_dir(follow_symlinks=False):
                 yield from _entries(Path(entry.path))
+
+
+def _differences(one: Path, other: Path) -> list[str]:
+    """Return in words what is said otherwise of two runs; nothing where one of them has no steps."""
+    try:
+        return [difference.words for difference in differences(facts_of(one), facts_of(other))]
+    except UsageError as error:
+        return [f"not known: {error}"]
 
 
 def _script(known: Mapping[str, Any]) -> str | None:

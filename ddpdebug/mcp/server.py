@@ -42,6 +42,7 @@ def make_server(answers: Answers, *, allow_run: bool) -> MCPServer[Any]:
         answers.series,
         answers.stacks,
         answers.explain,
+        answers.facts,
         answers.compare_runs,
     )
     for tool in reading:

@@ -20,6 +20,7 @@ from ddpdebug.exchange.ticks import Tick
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.companion import Beside, Companion, Reply
 from ddpdebug.monitor.detail_requests import Answering
+from ddpdebug.monitor.first_steps import FirstSteps
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.run_directory.reader import last_state
@@ -96,6 +97,7 @@ class Judging:
             )
             self.many = ManyRanks(rank, world, calls)
         self._assembler, self._last_states = Assembler(world), Assembler(world)
+        self._first_steps = FirstSteps()
         self._doubted = set[int]()  # ranks with rows left out
         self._newest = dict[int, int]()  # the newest step that was judged, by optimizer
         # who has ended, and rank -> last states of it that are still to come then
@@ -214,6 +216,11 @@ class Judging:
         for step in steps:
             if self.judges:
                 self._companion.feed(step)
+            questions = self._first_steps.questions(step)
+            if self.many is None:  # all ranks see the same steps
+                self._answering.ask([one for one in questions if self.rank in one.ranks])
+            else:
+                self._pass_on(Reply(asks=questions))
             self._local_steps.read(unmarked(step))
             meant.append(self._local_steps.marked(unmarked(step)))
         return meant

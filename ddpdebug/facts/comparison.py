@@ -1,0 +1,142 @@
+"""The facts of a run directory or a file, and in what those of two runs differ. Torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpdebug.errors import UsageError
+from ddpdebug.facts import movement, ranks, samples, scale
+from ddpdebug.facts.fact import CONTRACTS, MAX_FACTS, Fact, Facts, read_file
+from ddpdebug.facts.seen import read
+
+_KINDS = (movement.facts, samples.facts, scale.facts, ranks.facts)
+#: Subjects that are named of a difference.
+_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is said of two runs otherwise.
+
+    Args:
+        subjects: all that have changed alike, the first ones.
+        one: the value in the first run; None where it says nothing.
+        other: the value in the second one.
+        step: by which both runs had shown it.
+    """
+
+    contract: int
+    statement: str
+    subjects: tuple[str, ...]
+    number: int
+    one: str | None
+    other: str | None
+    step: int
+    place: str | None = None
+
+    @property
+    def words(self) -> str:
+        """The difference for a person's eye."""
+        what = _together(self.subjects, self.number)
+        values = f"was {self.one}, now {self.other}"
+        if self.other is None:
+            values = f"was {self.one}, now nothing is known of it"
+        elif self.one is None:
+            values = f"is new: {self.other}"
+        return f"{f'{what}: ' if what else ''}{self.statement} {values}"
+
+
+def facts_of(path: Path) -> Facts:
+    """Return the facts of a run directory, or those in a file.
+
+    Raises:
+        UsageError: there is no such run, it has no steps, or the file holds no facts.
+    """
+    if not path.is_dir():
+        return read_file(path)
+    try:
+        seen = read(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    if not seen.steps:
+        raise UsageError(f"the run in {str(path)!r} has recorded no steps: nothing is known of it")
+    known = dict[tuple[int, str, str], Fact]()
+    for kind in _KINDS:
+        for fact in kind(seen):
+            known.setdefault(fact.key, fact)
+    ordered = sorted(known.values(), key=lambda fact: fact.contract)[:MAX_FACTS]
+    return Facts(world=seen.world, steps=seen.last + 1, facts=tuple(ordered))
+
+
+def differences(one: Facts, other: Facts) -> list[Difference]:
+    """Return in what two runs differ, in the order of the contracts, where both have come far enough to show it."""
+    left, right = ({fact.key: fact for fact in facts.facts} for facts in (one, other))
+    alike: dict[tuple[int, str, str | None, str | None], list[tuple[Fact, int]]] = defaultdict(list)
+    for key in {**left, **right}:
+        a, b = left.get(key), right.get(key)
+        fact = a or b
+        assert fact is not None
+        if (fact.of_world and one.world != other.world) or not _differ(a, b, left, right, min(one.steps, other.steps)):
+            continue
+        values = (None if a is None else a.shown, None if b is None else b.shown)
+        step = max(known.first for known in (a, b) if known is not None)
+        alike[(fact.contract, fact.statement, *values)].append((b or fact, step))
+    found = [
+        Difference(
+            contract=contract,
+            statement=statement,
+            subjects=tuple(fact.subject for fact, _ in group[:_NAMED]),
+            number=len(group),
+            one=was,
+            other=now,
+            step=min(step for _, step in group),
+            place=next((fact.place for fact, _ in group if fact.place), None),
+        )
+        for (contract, statement, was, now), group in alike.items()
+    ]
+    return sorted(found, key=lambda difference: (difference.contract, None in {difference.one, difference.other}))
+
+
+def _differ(
+    a: Fact | None, b: Fact | None, left: Mapping[object, Fact], right: Mapping[object, Fact], steps: int
+) -> bool:
+    if a is not None and b is not None:
+        if a.first > b.last or b.first > a.last:
+            return False
+        if isinstance(a.value, str) or isinstance(b.value, str):
+            return a.value != b.value
+        small, large = sorted((abs(a.value), abs(b.value)))
+        return a.value * b.value < 0 or large > max(a.within, b.within) * small
+    fact, others = (a, right) if a is not None else (b, left)
+    assert fact is not None
+    if not isinstance(fact.value, str) or fact.first >= steps:
+        return False  # numbers are there where they could be measured
+    return any(other.statement == fact.statement for other in others.values())
+
+
+def _together(subjects: tuple[str, ...], number: int) -> str:
+    """Name several subjects by what their paths have in common, if anything."""
+    if number < 2:
+        return subjects[0] if subjects else ""
+    paths = [subject.split(".") for subject in subjects]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return (
+        f"{'.'.join(common) or subjects[0]} and {number - 1} more" if not common else f"{'.'.join(common)} ({number})"
+    )
+
+
+def listed(facts: Facts) -> Iterator[str]:
+    """Yield the facts as lines under the names of their contracts."""
+    contract = 0
+    for fact in facts.facts:
+        if fact.contract != contract:
+            contract = fact.contract
+            yield f"{contract}. {CONTRACTS[contract]}"
+        yield f"   {f'{fact.subject}: ' if fact.subject else ''}{fact.statement}: {fact.shown}"
