@@ -34,7 +34,10 @@ def hold_to(golden: Facts, directory: Path, disk: Disk) -> str:
     found = differences(golden, known)
     if not found:
         return f"{len(golden.facts)} facts of the good run hold, as far as {known.steps} steps show them"
-    disk.append(place / FINDINGS, finding_of(found, str(run)).to_json().encode() + b"\n")
+    try:
+        disk.append(place / FINDINGS, finding_of(found, str(run)).to_json().encode() + b"\n")
+    except OSError as error:  # a difference that nobody reads of is no clean run
+        raise UsageError(f"{str(place / FINDINGS)!r} cannot be written: {error.strerror or error}") from None
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from ddpdebug.errors import UsageError
@@ -12,6 +13,7 @@ from ddpdebug.facts import movement, ranks, samples, scale
 from ddpdebug.facts.fact import CONTRACTS, MAX_FACTS, Fact, Facts, read_file
 from ddpdebug.facts.seen import read
 
+Key = tuple[int, str, str]
 _KINDS = (movement.facts, samples.facts, scale.facts, ranks.facts)
 #: Subjects that are named of a difference.
 _NAMED = 20
@@ -63,7 +65,7 @@ def facts_of(path: Path) -> Facts:
         raise UsageError(str(error)) from None
     if not seen.steps:
         raise UsageError(f"the run in {str(path)!r} has recorded no steps: nothing is known of it")
-    known = dict[tuple[int, str, str], Fact]()
+    known = dict[Key, Fact]()
     for kind in _KINDS:
         for fact in kind(seen):
             known.setdefault(fact.key, fact)
@@ -100,9 +102,7 @@ def differences(one: Facts, other: Facts) -> list[Difference]:
     return sorted(found, key=lambda difference: (difference.contract, None in {difference.one, difference.other}))
 
 
-def _differ(
-    a: Fact | None, b: Fact | None, left: Mapping[object, Fact], right: Mapping[object, Fact], steps: int
-) -> bool:
+def _differ(a: Fact | None, b: Fact | None, left: Mapping[Key, Fact], right: Mapping[Key, Fact], steps: int) -> bool:
     if a is not None and b is not None:
         if a.first > b.last or b.first > a.last:
             return False
@@ -122,14 +122,8 @@ def _together(subjects: tuple[str, ...], number: int) -> str:
     if number < 2:
         return subjects[0] if subjects else ""
     paths = [subject.split(".") for subject in subjects]
-    common = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return (
-        f"{'.'.join(common) or subjects[0]} and {number - 1} more" if not common else f"{'.'.join(common)} ({number})"
-    )
+    common = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    return f"{common} ({number})" if common else f"{subjects[0]} and {number - 1} more"
 
 
 def listed(facts: Facts) -> Iterator[str]:

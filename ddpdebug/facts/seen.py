@@ -88,12 +88,12 @@ def read(directory: Path) -> Seen:
     """
     run, steps = read_run(directory), defaultdict[int, list[Step]](list)
     numbers, newest = [0], [0]  # of rows, and the newest step before them
-    for number, step in numbered_steps(directory):
-        numbers.append(number + 1)
-        newest.append(max(newest[-1], step.step))
-        if len(steps[step.optimizer]) < _MAX_STEPS and not step.any(Flag.ALONE | Flag.LAST_STATE):
-            steps[step.optimizer].append(step)
-    said, answers = list[Said](), list[tuple[int, int, int, Detail]]()
+    for at, taken in numbered_steps(directory):
+        numbers.append(at + 1)
+        newest.append(max(newest[-1], taken.step))
+        if len(steps[taken.optimizer]) < _MAX_STEPS and not taken.any(Flag.ALONE | Flag.LAST_STATE):
+            steps[taken.optimizer].append(taken)
+    said, answers = list[Said[Any]](), list[tuple[int, int, int, Detail]]()
     for one in read_observations(directory):
         payload = one.payload
         ranks = payload.get("ranks", [payload.get("rank")])
@@ -107,11 +107,11 @@ def read(directory: Path) -> Seen:
                 heard = newest[bisect_right(numbers, one.rows) - 1]
                 step = getattr(announcement, "step", None)
                 about = int(number) if number.isdecimal() else 0
-                said.append(Said(rank, about, announcement, heard if not isinstance(step, int) else step))
+                said.append(Said(rank, about, announcement, max(0, step) if isinstance(step, int) else heard))
         elif one.kind == "detail" and isinstance(optimizer, int) and isinstance(step, int) and not payload.get("last"):
             detail = read_detail(str(payload.get("detail")), payload.get("value"))
             answers += [(optimizer, step, rank, detail)] if detail is not None else []
-    kept = {optimizer: sorted(own, key=lambda step: step.step) for optimizer, own in sorted(steps.items()) if own}
+    kept = {optimizer: sorted(own, key=lambda taken: taken.step) for optimizer, own in sorted(steps.items()) if own}
     world = run.get("world") or max((len(own[0].rows) for own in kept.values()), default=1)
     return Seen(world=world, steps=kept, said=said, answers=answers)
 

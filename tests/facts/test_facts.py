@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,14 @@ from recorded_runs import Recording
 _TOPIC_OF_END = {"end", "coverage"}
 
 
+@cache
+def _family(name: str) -> dict[tuple[str, bool], Recording]:
+    return {one.name: one for one in recorded_runs.read(recorded_runs.FOLDER, name)}
+
+
 def recorded(script: str, *, fault: bool) -> Recording:
     """Return a recording of the corpus."""
-    every = recorded_runs.read(recorded_runs.FOLDER, recorded_runs.family(script))
-    return next(one for one in every if one.name == (script, fault))
+    return _family(recorded_runs.family(script))[script, fault]
 
 
 def stopped(recording: Recording, steps: int) -> Recording:
