@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -24,7 +24,8 @@ class Difference:
     """One thing that is said of two runs otherwise.
 
     Args:
-        subjects: all that have changed alike, the first ones.
+        about: what has changed alike, together.
+        subjects: the first ones of it.
         one: the value in the first run; None where it says nothing.
         other: the value in the second one.
         step: by which both runs had shown it.
@@ -32,6 +33,7 @@ class Difference:
 
     contract: int
     statement: str
+    about: str
     subjects: tuple[str, ...]
     number: int
     one: str | None
@@ -42,13 +44,12 @@ class Difference:
     @property
     def words(self) -> str:
         """The difference for a person's eye."""
-        what = _together(self.subjects, self.number)
         values = f"was {self.one}, now {self.other}"
         if self.other is None:
             values = f"was {self.one}, now nothing is known of it"
         elif self.one is None:
             values = f"is new: {self.other}"
-        return f"{f'{what}: ' if what else ''}{self.statement} {values}"
+        return f"{f'{self.about}: ' if self.about else ''}{self.statement} {values}"
 
 
 def facts_of(path: Path) -> Facts:
@@ -90,6 +91,7 @@ def differences(one: Facts, other: Facts) -> list[Difference]:
         Difference(
             contract=contract,
             statement=statement,
+            about=_together([fact.subject for fact, _ in group]),
             subjects=tuple(fact.subject for fact, _ in group[:_NAMED]),
             number=len(group),
             one=was,
@@ -117,20 +119,23 @@ def _differ(a: Fact | None, b: Fact | None, left: Mapping[Key, Fact], right: Map
     return any(other.statement == fact.statement for other in others.values())
 
 
-def _together(subjects: tuple[str, ...], number: int) -> str:
+def _together(subjects: Sequence[str]) -> str:
     """Name several subjects by what their paths have in common, if anything."""
-    if number < 2:
-        return subjects[0] if subjects else ""
+    if len(subjects) < 2:
+        return subjects[0]
     paths = [subject.split(".") for subject in subjects]
     common = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
-    return f"{common} ({number})" if common else f"{subjects[0]} and {number - 1} more"
+    return f"{common} ({len(subjects)})" if common else f"{subjects[0]} and {len(subjects) - 1} more"
 
 
 def listed(facts: Facts) -> Iterator[str]:
-    """Yield the facts as lines under the names of their contracts."""
-    contract = 0
+    """Yield the facts as lines under the names of their contracts, subjects of which the same is said together."""
+    alike, contract = defaultdict[tuple[int, str, str], list[str]](list), 0
     for fact in facts.facts:
-        if fact.contract != contract:
-            contract = fact.contract
+        alike[fact.contract, fact.statement, fact.shown].append(fact.subject)
+    for (number, statement, shown), subjects in alike.items():
+        if number != contract:
+            contract = number
             yield f"{contract}. {CONTRACTS[contract]}"
-        yield f"   {f'{fact.subject}: ' if fact.subject else ''}{fact.statement}: {fact.shown}"
+        what = _together(subjects)
+        yield f"   {f'{what}: ' if what else ''}{statement}: {shown}"

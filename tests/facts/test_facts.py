@@ -70,7 +70,7 @@ def facts(recording: Recording, directory: Path) -> Facts:
         ("data907_balancing_sampler_not_used", 4, "sampler was WeightedRandomSampler, now RandomSampler"),
         ("rcp809_window_not_divided", 5, "added as they are, or divided twice was never, now in each step"),
         ("rcp806_schedule_never_stepped", 5, "learning rate at step 16 was 0.04665, now 0.05"),
-        ("sync204_hook_sums", 5, "norm of the gradients as training begins"),
+        ("sync204_hook_sums", 5, "reduced gradient as a multiple of the mean was 1, now 4"),
         ("rcp808_zero_grad_missing", 6, "gradients that a step has used are added to was never, now in"),
         ("sync211_group_of_the_node", 8, "ddp0: reduces over was all ranks, now 2 ranks"),
     ],
@@ -103,7 +103,10 @@ def test_the_file_holds_what_the_run_does(tmp_path: Path) -> None:
     file.write_text(known.text(), encoding="utf-8")
     assert facts_of(file) == known
     assert len(file.read_text(encoding="utf-8").splitlines()) == len(known.facts) + 2
-    assert any(line == "   encoder.0.weight: needs a gradient: yes" for line in listed(known))
+    lines = list(listed(known))
+    assert lines[0] == "1. who moves"
+    assert any(line.endswith("needs a gradient: yes") for line in lines)
+    assert len(lines) < len(known.facts)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +178,16 @@ def test_numbers_are_equal_within_their_factor_and_new_subjects_are_said() -> No
     trains = [about(1, f"encoder.{name}", "needs a gradient", "yes") for name in ("a", "b")]
     (found,) = differences(_of(norm, 9, trains[0]), _of(trains[0], 9, trains[1]))
     assert found.words == "encoder.b: needs a gradient is new: yes"
+
+
+def test_what_changes_alike_is_said_together() -> None:
+    """By what the names of all have in common, also where not all of them are named."""
+    names = [*(f"backbone.{i}" for i in range(30)), "head"]
+    one, other = ([about(2, name, "mode", mode) for name in names] for mode in ("train", "eval"))
+    (found,) = differences(_of(one[0], 9, *one[:30]), _of(other[0], 9, *other[:30]))
+    assert found.words == "backbone (30): mode was train, now eval"
+    (found,) = differences(_of(one[0], 9, *one), _of(other[0], 9, *other))
+    assert found.words == "backbone.0 and 30 more: mode was train, now eval"
 
 
 def test_the_finding_names_the_first_difference(tmp_path: Path) -> None:

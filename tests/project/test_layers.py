@@ -200,6 +200,17 @@ def test_no_circles() -> None:
     assert circles(_modules()) == []
 
 
+def test_facts_are_read_beside_the_job() -> None:
+    """Nothing that runs in a rank loads what folds facts, not even inside a function."""
+    seen, waiting = {"monitor.monitor"}, ["monitor.monitor", "commands._rank", "commands._own_verdict"]
+    while waiting:
+        found = targets(MODULES, waiting.pop()) - seen
+        seen |= found
+        waiting += found
+    assert "monitor.first_steps" in seen
+    assert [name for name in seen if name.split(".")[0] == "facts"] == []
+
+
 def test_every_module_has_a_layer() -> None:
     """A new module is placed in the layout, here."""
     assert [name for name in _modules() if name not in _OWN and _layer(name) is None] == []
