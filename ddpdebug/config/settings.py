@@ -202,11 +202,11 @@ class Config:
     bundle_limit: int = _option(
         2048, kinds.integer(0), "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none."
     )
-    keep_inputs: int | None = _option(
-        None,
+    keep_inputs: int = _option(
+        8,
         kinds.integer(0),
-        "MiB of inputs and output gradients that are held for a replay; the default is an eighth of the parameters, "
-        "from 8 to 64. Above it a batch is there for as long as the script has it.",
+        "MiB of inputs and output gradients that are held for a replay. Above it a batch is there for as long as the "
+        "script has it.",
     )
     memory_history: str = _option(
         "off",

@@ -22,6 +22,7 @@ from ddpdebug.probes.device_times import DeviceClock, cuda_device
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.gradient_hooks import GradientHooks
+from ddpdebug.probes.holding import BOUND
 from ddpdebug.probes.last_state import LastState
 from ddpdebug.probes.loaders import Loaders
 from ddpdebug.probes.loop_calls import LoopCalls
@@ -69,7 +70,7 @@ class Probes:
         on_group: called when a process group may have come into being.
         stop: returns what is to be raised in the job now, if anything.
         vote: counts the ranks' votes on steps; None looks at nothing numeric.
-        keep_inputs: bytes of inputs that are held for replays; None takes a share of the models' parameters.
+        keep_inputs: bytes of inputs that are held for replays.
         replay: code of the script's may run a second time, in copies of the process.
         want_norms: a comparison with a tolerance needs numbers, not digests.
         validation_loss: where validation losses are read, as the setting says.
@@ -89,7 +90,7 @@ class Probes:
         on_group: Callable[[], None] = _nothing,
         stop: Callable[[], BaseException | None] = _nothing,
         vote: NumericGuard | None = None,
-        keep_inputs: int | None = None,
+        keep_inputs: int = BOUND,
         replay: bool = True,
         want_norms: bool = False,
         validation_loss: str = "modules",

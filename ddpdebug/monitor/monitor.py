@@ -180,7 +180,7 @@ class Monitor:
             on_group=self._on_group,
             stop=self._stop_now,
             vote=None if config.guard == "off" else self.numeric_guard,
-            keep_inputs=None if config.keep_inputs is None else config.keep_inputs << 20,
+            keep_inputs=config.keep_inputs << 20,
             replay=config.replay == "child",
             want_norms=config.tolerance is not None,
             validation_loss=config.validation_loss,

@@ -25,7 +25,18 @@ from ddpdebug.isolation.process_state import Autocast, RandomState
 from ddpdebug.isolation.user_code import location, user_frame
 from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.holding import Kept, KeptTensor, Lost, Room, fetch, hold, is_ours_to_keep, size_text, storage_of
+from ddpdebug.probes.holding import (
+    BOUND,
+    Kept,
+    KeptTensor,
+    Lost,
+    Room,
+    fetch,
+    hold,
+    is_ours_to_keep,
+    size_text,
+    storage_of,
+)
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import (
     Bus,
@@ -106,11 +117,10 @@ class ForwardCaptures:
 
     Args:
         guard: what its hooks run under.
-        limit: bytes of inputs, output gradients and buffers that are held of all of them together; None takes a share
-            of the models' parameters.
+        limit: bytes of inputs, output gradients and buffers that are held of all of them together.
     """
 
-    def __init__(self, guard: Guard, limit: int | None = None) -> None:
+    def __init__(self, guard: Guard, limit: int = BOUND) -> None:
         self.guard = guard
         self.current: deque[ForwardCapture] = deque()
         self.previous: deque[ForwardCapture] = deque()
@@ -153,8 +163,7 @@ class ForwardCaptures:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         model = self._model(module)
-        if model.refresh_sometimes(module, checked=checked):
-            self.room.fit(sum(known.nbytes for known in self._models.values()))
+        model.refresh_sometimes(module, checked=checked)
         if len(self.current) == MAX_CAPTURES:
             self.dropped += 1
             oldest = next(iter([capture for capture in self.current if not capture.suspected]))
@@ -356,7 +365,7 @@ class _Model:
 
     def __init__(self, ref: weakref.ref[torch.nn.Module]) -> None:
         self.ref = ref
-        self.device, self.nbytes = "cpu", 0  # bytes of the parameters
+        self.device = "cpu"
         self.names: tuple[str, ...] = ()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._parameters: list[tuple[str, Callable[[], int | None]]] = []
@@ -366,12 +375,12 @@ class _Model:
         self._before: list[tuple[_Buffer, int | None]] = []
         self._uses = 0
 
-    def refresh_sometimes(self, module: torch.nn.Module, *, checked: bool) -> bool:
-        """Walk the tree anew at the first forward, and from time to time, since users change models; tell if so."""
+    def refresh_sometimes(self, module: torch.nn.Module, *, checked: bool) -> None:
+        """Walk the tree anew at the first forward, and from time to time, since users change models."""
         self._uses += 1
         stale = checked and (self._uses > _REFRESH or any([ref() is None for ref in self._modules]))
         if self._modules and not stale:
-            return False
+            return
         self._uses = 0
         named = list(internals.named_modules(module))
         self.names = tuple(name for name, _ in named)
@@ -392,15 +401,13 @@ class _Model:
         # Batch normalisation writes its statistics without telling the version counter.
         self._written |= {name for name, m in named if "running_mean" in internals.own_buffers(m)}
         self._choose()
-        self.nbytes = sum(dict(storage_of(p) for _, p in parameters).values())
-        return True
 
     def modes(self, *, checked: bool) -> Callable[[], bytes]:
         """Return what returns train/eval of every module: of a checked forward as it is now."""
         modules = self._modules  # replaced as a whole
 
         def read() -> bytes:
-            return bytes([m is not None and m.training for m in [ref() for ref in modules]])
+            return bytes([m is not None and internals.in_train_mode(m) for m in [ref() for ref in modules]])
 
         if not checked:
             return read

@@ -19,9 +19,9 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import is_container, items, mapped, rebuilt, tensors_in
 
-#: Bytes that the kept forwards may hold together: this share of the models' parameters, and at least and at most so
-#: much. The least is a batch of small images; a process that has loaded torch has some hundred MiB.
-SHARE, LEAST, MOST = 8, 8 << 20, 64 << 20
+#: Bytes that the kept forwards may hold together: a batch of small images, whatever the model. What is held of large
+#: batches and outputs is missing to the job, which has its peak in the same moment.
+BOUND = 8 << 20
 _TEXT_BYTES = 1 << 16
 _MAX_DEPTH = 8
 #: Values without memory or insides of their own; texts and bytes as well where they are short.
@@ -94,19 +94,13 @@ class Room:
     """Counts the bytes that are held, each piece of memory once.
 
     Args:
-        limit: bytes; None takes a share of the models' parameters.
+        limit: bytes.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._fixed = limit is not None
-        self.limit = LEAST if limit is None else limit
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.used = 0
         self._holders: dict[int, int] = {}  # by the memory's address
-
-    def fit(self, parameters: int) -> None:
-        """Take the bytes of the models' parameters into account."""
-        if not self._fixed:
-            self.limit = min(MOST, max(LEAST, parameters // SHARE))
 
     def take(self, pieces: dict[int, int]) -> None:
         """Count pieces of memory, given as address -> bytes."""

@@ -12,6 +12,7 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes import async_copy as device
+from ddpdebug.probes.holding import BOUND
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardBegan, Bus, Clipped, ForwardBegan, Gathered, Loaded, LossScaled
@@ -23,8 +24,6 @@ from ddpdebug.schema.row import Flag
 
 #: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
 _MAX_GATHERS = 3
-_GATHERED_BYTES = 64 << 20
-
 
 #: Steps by which it is decided whether losses add up.
 _DECIDING = 16
@@ -205,11 +204,13 @@ class LoopCalls:
     def _gathered(self, event: Gathered) -> None:
         """Note an all_gather of a tensor that requires grad; looked at in backward, when the list is in its final form.
 
-        The list is held until then, unless it is large, or a forward comes first.
+        The list is held until then, unless it is large, or a forward comes first. One of a class of the script's is not
+        looked at: it would be asked for what it has.
         """
         lists = [event.outputs, *(some for some, _ in self._lists)]
-        size = sum(o.nbytes for some in lists for o in some if is_a(o, torch.Tensor))
-        if len(self._lists) <= _MAX_GATHERS and size <= _GATHERED_BYTES:
+        if len(lists) > 1 + _MAX_GATHERS or type(event.outputs) is not list:
+            return
+        if sum([o.nbytes for some in lists for o in some if is_a(o, torch.Tensor)]) <= BOUND:
             fact = announcements.Gathered(location=event.location, shapes=(tuple(event.tensor.shape),))
             self._lists.append((event.outputs, fact))
 

@@ -184,7 +184,11 @@ class Recorder:
         wrapper.elsewhere = wrapper.elsewhere and not torch.is_grad_enabled()
         self._started.append(0.0)
         if not torch.is_grad_enabled():
-            if self._state.checking and not ddp.module.training and len(noted.eval_batch) < _MAX_EVAL_FORWARDS:
+            if (
+                self._state.checking
+                and not internals.in_train_mode(ddp.module)
+                and len(noted.eval_batch) < _MAX_EVAL_FORWARDS
+            ):
                 noted.eval_batch.append(_digests(event.tensors, _BATCH_BYTES))
             return
         location = None if ddp.require_backward_grad_sync else user_location()
@@ -193,7 +197,7 @@ class Recorder:
         for told in self._guard.run("probe:constants", wrapper.settings.at_forward, ddp.module, step) or ():
             self._announce(replace(told, step=step), wrapper.index)
         if self._state.checking:
-            noted.modes += bytes([m.training for m in internals.modules(ddp.module)])
+            noted.modes += bytes([internals.in_train_mode(m) for m in internals.modules(ddp.module)])
             noted.rng = noted.rng or rng_digest()
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
         self._started[-1] = self._now()

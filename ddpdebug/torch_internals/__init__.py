@@ -124,6 +124,7 @@ from ddpdebug.torch_internals.trees import (
     children as children,
     first_parameter as first_parameter,
     groups as groups,
+    in_train_mode as in_train_mode,
     modules as modules,
     named_buffers as named_buffers,
     named_modules as named_modules,

@@ -45,6 +45,12 @@ def own_attribute(owner: object, name: str, default: Any = None) -> Any:
     return default
 
 
+def in_train_mode(module: torch.nn.Module) -> bool:
+    """Tell whether a module is in train mode; `__getattribute__` of the user's is not asked."""
+    own = _dictionary(module).get("training")
+    return bool(module.training if own is None else own)  # a `ScriptModule` has it elsewhere
+
+
 def _dictionary(owner: object) -> dict[str, Any]:
     try:
         found: dict[str, Any] = object.__getattribute__(owner, "__dict__")

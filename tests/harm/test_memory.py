@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.probes.holding import LEAST
+from ddpdebug.probes.holding import BOUND
 
 _MIB = 1 << 20
 #: What ddpdebug itself has of its code and of its records, in MiB, and what runs of the same program differ by.
@@ -46,7 +46,7 @@ def results(run_jobs: Callable[..., Any]) -> dict[str, dict[str, Any]]:
 def test_memory(situation: str, mode: str, results: dict[str, dict[str, Any]]) -> None:
     """The peak is the plain one and a constant; memory that the job has let go stays within the bound."""
     plain, watched = results["plain"][situation], results[mode][situation]
-    bound = 0 if mode == "keeps nothing" else LEAST
+    bound = 0 if mode == "keeps nothing" else BOUND
     assert watched["alive"] <= plain["alive"] + bound
     assert watched["objects"] == plain["objects"] == 0
     assert watched["peak"] <= plain["peak"] + _OWN + _NOISE + bound // _MIB
@@ -57,5 +57,5 @@ def test_memory(situation: str, mode: str, results: dict[str, dict[str, Any]]) -
 @pytest.mark.slow
 def test_what_fits_is_kept(results: dict[str, dict[str, Any]]) -> None:
     """The comparison means something: batches below the bound are there for a replay."""
-    assert LEAST // 2 < results["default"]["token_ids"]["alive"] <= LEAST
+    assert BOUND // 2 < results["default"]["token_ids"]["alive"] <= BOUND
     assert results["keeps nothing"]["token_ids"]["alive"] == 0

@@ -24,7 +24,7 @@ from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device, inputs, loop_calls
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCaptures
-from ddpdebug.probes.holding import LEAST, MOST, Lost, Room, storage_of
+from ddpdebug.probes.holding import Lost, storage_of
 from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardBegan, Bus, ForwardBegan, Gathered, Tensors
@@ -301,30 +301,6 @@ def test_the_bound_holds() -> None:
         assert strong - {same.data_ptr()} <= pieces.keys()
     captures.clear()
     assert captures.room.used == 0
-
-
-@pytest.mark.parametrize(
-    "parameters, limit", [(0, LEAST), (8 * LEAST, LEAST), (16 * LEAST, 2 * LEAST), (1 << 40, MOST)]
-)
-def test_the_bound_is_small_against_the_model(parameters: int, limit: int) -> None:
-    """An eighth of the parameters, from 8 to 64 MiB; what the user says counts instead."""
-    room, fixed = Room(), Room(5)
-    room.fit(parameters)
-    fixed.fit(parameters)
-    assert (room.limit, fixed.limit) == (limit, 5)
-
-
-def test_the_bound_follows_the_models() -> None:
-    """All models that train count together, those that are gone no longer."""
-    captures = ForwardCaptures(GUARD)
-    models = [Takes(24 << 20), Takes(24 << 20)]  # 96 MiB each
-    for model in models:
-        captures.begin(model, (), {}, 0)
-    assert captures.room.limit == 24 << 20
-    del model
-    models.pop()
-    captures.begin(Takes(), (), {}, 0)
-    assert captures.room.limit == (96 << 20) // 8 + 2
 
 
 # --- on suspicion -----------------------------------------------------------------------------------------------------

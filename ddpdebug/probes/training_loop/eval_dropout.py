@@ -149,7 +149,7 @@ class _Drawing:
                 about = DrawingModule(
                     path=path or "(model)",
                     class_name=type(module).__name__,
-                    training=module.training,
+                    training=internals.in_train_mode(module),
                     draws_otherwise=draws_otherwise,
                     calls=tuple(calls[:_MAX_CALLS]),
                 )

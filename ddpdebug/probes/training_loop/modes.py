@@ -78,16 +78,23 @@ class Modes:
     def in_eval(self, root: nn.Module) -> InEval | None:
         """Return the modes of the modules that the mode changes, None where all train, or some by choice do not."""
         found = self.of(root)
-        if root.training:
+        if internals.in_train_mode(root):
             return self._part_in_eval(root, found)
-        return InEval([name for name, module in found if not module.training], any([m.training for _, m in found]))
+        return InEval(
+            [name for name, module in found if not internals.in_train_mode(module)],
+            any([internals.in_train_mode(m) for _, m in found]),
+        )
 
     def _part_in_eval(self, root: nn.Module, found: Sequence[tuple[str, nn.Module]]) -> InEval | None:
         """Return the modules that drop something in a part that is in eval mode as a whole, although all of it trains.
 
         Of a part that holds frozen parameters, and of single modules, somebody has chosen the mode.
         """
-        still = [name for name, module in found[:_LOOKED_AT] if not module.training and not isinstance(module, _NORMS)]
+        still = [
+            name
+            for name, module in found[:_LOOKED_AT]
+            if not internals.in_train_mode(module) and not isinstance(module, _NORMS)
+        ]
         if not still:
             return None
         known = self._parts.get(id(root))
@@ -100,15 +107,20 @@ class Modes:
 
         BatchNorm without momentum collects statistics for averaged weights on purpose.
         """
-        if not root.training:
+        if not internals.in_train_mode(root):
             return False
-        return any([m.training and getattr(m, "momentum", 0) is not None for _, m in self.of(root)])
+        return any(
+            [
+                internals.in_train_mode(m) and internals.own_attribute(m, "momentum", 0) is not None
+                for _, m in self.of(root)
+            ]
+        )
 
 
 def _part_of(root: nn.Module, still: Sequence[str]) -> InEval | None:
     table = dict(internals.named_modules(root))
     for name in still:
-        paths = [path for path in _parents(name) if path and path in table and not table[path].training]
+        paths = [path for path in _parents(name) if path and path in table and not internals.in_train_mode(table[path])]
         trains = [p.requires_grad for p in internals.parameters(table[paths[-1]])] if paths else []
         if trains and all(trains):
             inside = [other for other in still if other.startswith(paths[-1] + ".")]

@@ -91,7 +91,7 @@ class NoGrad:
             about = NoGradPart(
                 path=path or "the model",
                 location=inside[0] if inside else None,
-                in_eval=root.training and not module.training,
+                in_eval=internals.in_train_mode(root) and not internals.in_train_mode(module),
                 copy_of=_copy_of(root, module, behind),
             )
             marks = {name: (id(p), internals.version_of(p)) for name, p in _trainable(module)}

@@ -314,7 +314,7 @@ class Recipe:
     def _begins(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         self._stepping.clear()
         run = self._run
-        if not root.training:
+        if not internals.in_train_mode(root):
             run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
             self._begins_without_gradients(root, tensors)

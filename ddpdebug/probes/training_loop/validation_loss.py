@@ -147,7 +147,7 @@ class Evaluations:
         self._read_newest()
         if torch.is_grad_enabled():
             self.release()
-        elif not self._hook.is_on and not internals.unwrap_compiled(event.ddp.module).training:
+        elif not self._hook.is_on and not internals.in_train_mode(internals.unwrap_compiled(event.ddp.module)):
             self._forwards += 1
 
     def _train(self, _: ModuleForwardBegan) -> None:
@@ -170,7 +170,7 @@ class Evaluations:
             self.look(output, f"by {_name(module)}")
 
     def _model_ran(self, model: nn.Module, output: Any) -> None:
-        if model.training:
+        if internals.in_train_mode(model):
             samples = self._loaders.samples
             self._train_mode.ran(model, on_other_data=samples is not None and samples != self._trained_on)
             return
@@ -183,7 +183,7 @@ class Evaluations:
         if self._threads.several or not internals.is_readable(loss):
             return
         models = self._state.models()
-        if any([not model.training for model in models]):
+        if any([not internals.in_train_mode(model) for model in models]):
             if not self._calls.tells_validation:
                 self._add(loss, source)
         elif models:
