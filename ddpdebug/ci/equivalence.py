@@ -8,29 +8,27 @@ A factory `build() -> model, loss_fn, batch` says what is trained:
 - `batch`: the global batch, of tensors whose first dimension counts samples, in lists, tuples or dicts; or an object
   with a method `shard(rank, world)`.
 
-Each rank runs it twice from the same seed: alone in a world of one process on the whole batch, and with the others on
-its part. Between the steps plain SGD moves the parameters.
+A factory with a parameter, `build(mesh)`, shards the model itself and returns this rank's part of the batch. Both
+may return a fourth thing: the optimizer, whose updates are then compared; else it is plain SGD.
 
-**The bound.** Both runs compute the same numbers in exact arithmetic and add in another order, so they may differ by
-rounding alone. A sum of `n` terms has, with a probability of at least 1 - 2 exp(-k*k / 2), a relative error of at most
-`k * sqrt(n) * u` against the sum of the terms' magnitudes, where `u` is half the machine epsilon (Higham and Mary,
-SIAM J. Sci. Comput. 41, 2019, theorem 2.4, to first order). A gradient is the end of a chain of `d` such sums, forward
-and backward, whose errors add in the same way: `sqrt(d)`. With two runs, and the errors of the `t` earlier steps in the
-parameters, two gradients of step `t` may differ by
+Each rank runs it from the same seed: alone in a world of one process (`mesh` has one rank in each dimension then), and
+with the others. What a rank holds is a part of what one process holds; which one follows from the placements of a
+DTensor, or from the values at the start (`shard_places.py`).
 
-    2 * k * (t + 1) * sqrt(d * n) * u * (largest element of the gradient of one process)
-
-with k = 8 (a false alarm in 1e13), `n` the longest sum (elements of the largest tensor of the batch, or of a
-parameter's slice) and `d` twice the number of parameter tensors. So that this is far below every real mistake, the
-measurement runs in float64 where the model allows it: for a model of 50 tensors and sums of 4096 terms it is 1e-12. The
-coarsest floating type that takes part is looked at (a loss may go through float32) and gives `u`.
+**The tolerance.** Both runs compute the same numbers in exact arithmetic and add in another order. What that may change
+is measured: one process trains twice more, with parameters and inputs that differ by one rounding of the coarsest type
+that takes part, and a gradient, update or output may be as far apart as `_FACTOR` times the largest change that this
+has made of it, or of one rounding of the largest element of all. Unlike a bound by the lengths of sums, it knows how
+the model carries small errors on. The measurement runs in float64 where the model allows it, so that the tolerance is
+far below every real mistake.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,35 +36,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.ci.shard_places import Place, is_block_of, places_in
 from ddpdebug.errors import UsageError
 from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import mapped, tensors_in
 from ddpdebug.schema.announcements import Equivalence
 from ddpdebug.schema.finding import Finding
 
-Build = Callable[[], tuple[nn.Module, Callable[..., Any], Any]]
+Build = Callable[..., tuple[Any, ...]]
 
 _SEED = 20_031
 _LR = 0.01
-_CONFIDENCE = 8.0
+_FACTOR = 8
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-#: Where rounding alone may differ by so much, nothing can be told.
-_TOO_COARSE = 0.05
+#: Where rounding alone may differ by so much of the largest element, nothing can be told.
+_TOO_COARSE = 0.5
+#: Of what differs, so many are looked at for sums over the ranks.
+_MAX_SUMMED = 16
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """What one run leaves behind: by step, the gradients before and the parameters after it."""
+    """What one run leaves behind: parameters at the start, outputs in the first step, and what each step did."""
 
+    start: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # in the order in which the modules are done
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    updates: list[dict[str, Tensor]] = field(default_factory=list)
     coarsest: torch.dtype = torch.float64  # of the floating types that took part
-    longest_sum: int = 1
     batch_norm: bool = False
+    mesh: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension -> coordinate and size
+
+    def tables(self) -> Iterator[tuple[int, str, dict[str, Tensor]]]:
+        """Return what is compared, each with its step and what it is."""
+        yield 0, "initial parameter", self.start
+        for step, tables in enumerate(zip(self.gradients, self.updates, strict=True)):
+            yield from ((step, what, table) for what, table in zip(("gradient", "update"), tables, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +87,48 @@ class Plan:
     device: torch.device
     double: bool = True
     freeze_batch_norm: bool = False
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": -1})  # -1: all ranks
+    nudge: float = 0.0  # relative change of parameters and inputs at the start
+    nudge_seed: int = 0
 
 
-def measure(build: Build, *, steps: int = 3, device: torch.device | None = None) -> Equivalence:
+@dataclass(frozen=True, slots=True)
+class One:
+    """What one process does, and how far rounding moves it."""
+
+    run: Trajectory
+    nudged: tuple[Trajectory, ...]
+
+    def limits(self) -> Iterator[tuple[int, str, dict[str, Tensor], dict[str, float], float]]:
+        """Return its tables, each with the limit by name and the largest element."""
+        unit = torch.finfo(self.run.coarsest).eps
+        own = max(torch.finfo(t.dtype).eps * float(t.abs().max()) for t in self.run.start.values() if t.numel())
+        for (step, what, table), *others in zip(*(run.tables() for run in (self.run, *self.nudged)), strict=True):
+            scale = max((float(t.abs().max()) for t in table.values() if t.numel()), default=0.0)
+            if not math.isfinite(scale):
+                raise UsageError(
+                    f"the {what}s of one process on the whole batch are not finite; nothing can be compared"
+                )
+            if what == "gradient" and not table:
+                raise UsageError("after a step of one process no parameter has a gradient")
+            floor = max(unit * scale, own) if what == "update" else unit * scale
+            limits = {
+                name: _FACTOR * max([floor, *(_apart(tensor, other[2].get(name)) for other in others)])
+                for name, tensor in table.items()
+            }
+            yield step, what, table, limits, scale
+
+
+def measure(
+    build: Build, *, steps: int = 3, device: torch.device | None = None, mesh: Mapping[str, int] | None = None
+) -> Equivalence:
     """Compare the ranks of the default group with one process; return what this rank tells SYNC209.
 
     While a rank runs alone, its process is a world of its own for all that runs in it. So this is for the ranks that
     `ddpdebug equivalence` starts and for tests, never for a process that trains.
+
+    Args:
+        mesh: dimension -> size of what a factory with a parameter gets; by default one dimension `dp`.
 
     Raises:
         UsageError: the factory cannot be compared, with the reason; or this is no process for it.
@@ -96,58 +141,77 @@ def measure(build: Build, *, steps: int = 3, device: torch.device | None = None)
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise UsageError("equivalence needs a process group of at least 2 ranks")
     plan = Plan(steps=steps, device=device or torch.device("cpu"))
+    plan = replace(plan, mesh=mesh) if mesh else plan
     rank, world = dist.get_rank(), dist.get_world_size()
     with internals.alone() as group, preserved():
-        with internals.as_world(group):
-            try:
-                one = _run(build, plan, 0, 1)
-            except RuntimeError as error:
-                if "dtype" not in str(error) and "Double" not in str(error):
-                    raise
-                plan = replace(plan, double=False)  # something in it insists on its precision
-                one = _run(build, plan, 0, 1)
-        facts = _compare(one, _run(build, plan, rank, world), world)
-        if facts.off and one.batch_norm:  # is it that, or is there more?
-            plan = replace(plan, freeze_batch_norm=True)
+
+        def alone(plan: Plan) -> One:
             with internals.as_world(group):
-                one = _run(build, plan, 0, 1)
-            frozen = _compare(one, _run(build, plan, rank, world), world)
-            known, facts = ("differ", frozen) if frozen.off else ("agree", facts)
+                run = _run(build, plan, 0, 1)
+                unit = torch.finfo(run.coarsest).eps
+                return One(run, tuple(_run(build, replace(plan, nudge=unit, nudge_seed=i), 0, 1) for i in (1, 2)))
+
+        try:
+            one = alone(plan)
+        except RuntimeError as error:
+            if "dtype" not in str(error) and "Double" not in str(error):
+                raise
+            plan = replace(plan, double=False)  # something in it insists on its precision
+            one = alone(plan)
+        facts = _compare(one, _run(build, plan, rank, world), world)
+        if _anywhere(facts) and one.run.batch_norm:  # is it that, or is there more?
+            plan = replace(plan, freeze_batch_norm=True)
+            frozen = _compare(alone(plan), _run(build, plan, rank, world), world)
+            known, facts = ("differ", frozen) if _anywhere(frozen) else ("agree", facts)
             facts = replace(facts, batch_norm=True, without_batch_norm=known)
-        if facts.off:
+        if facts.off and not _takes_mesh(build):
             with internals.as_world(group):
                 facts = replace(facts, shards=_shards(build, plan, world, one))
     return facts
 
 
-def measure_job(build: Build, *, steps: int, device: torch.device) -> list[Finding]:
+def measure_job(build: Build, *, steps: int, device: torch.device, mesh: Mapping[str, int] | None) -> list[Finding]:
     """Form the group of a job whose ranks a launcher has started, and judge what all of them measure."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, measure(build, steps=steps, device=device))
+    dist.all_gather_object(facts, measure(build, steps=steps, device=device, mesh=mesh))
     return judge(dict(enumerate(facts)))
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
+def _takes_mesh(build: Build) -> bool:
+    return bool(inspect.signature(build).parameters)
+
+
+def _anywhere(facts: Equivalence) -> bool:
+    """Tell whether something is off on some rank; all ranks ask."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, bool(facts.off))
+    return any(told)
+
+
 def _run(build: Build, plan: Plan, rank: int, world: int) -> Trajectory:
     """Train for some steps as `rank` of the default group."""
-    model, loss_fn, batch = _built(build, plan)
-    own = _own_part(batch, rank, world)
-    trained = _wrapped(model, plan)
-    module: nn.Module = trained.module
+    model, loss_fn, own, optimizer = _built(build, plan, rank, world)
+    trained = model if _takes_mesh(build) or _is_parallel(model) else _wrapped(model, plan)
+    module: nn.Module = trained.module if isinstance(trained, DistributedDataParallel) else trained
     seen = Trajectory(batch_norm=any(isinstance(m, _BATCH_NORMS) and m.training for m in module.modules()))
-    seen.longest_sum = _longest_sum(module, batch)
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=_LR)
+    seen.mesh = _mesh_of(module, plan if _takes_mesh(build) else None)
+    optimizer = optimizer or torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=_LR)
+    seen.start = before = _copies(module.named_parameters())
+    if plan.nudge:
+        own = _nudge(module, own, plan)
+        before = _copies(module.named_parameters())
     for step in range(plan.steps):
-        before = torch.get_rng_state()
-        with _watch_types(seen):
+        random_state = torch.get_rng_state()
+        with _watch_types(seen), _watch_outputs(module, {} if step else seen.outputs):
             loss = loss_fn(trained, own)
             if loss is not None:
                 _check_loss(loss)
                 loss.backward()
-        if step == 0 and not torch.equal(before, torch.get_rng_state()):
+        if step == 0 and not torch.equal(random_state, torch.get_rng_state()):
             raise UsageError(
                 "the step draws random numbers (dropout in a function, noise, sampling), so that two runs differ "
                 "anyway; make `build` return a model and a loss without"
@@ -155,19 +219,25 @@ def _run(build: Build, plan: Plan, rank: int, world: int) -> Trajectory:
         seen.gradients.append(_copies((n, p.grad) for n, p in module.named_parameters()))
         optimizer.step()
         optimizer.zero_grad()
-        seen.parameters.append(_copies(module.named_parameters()))
+        module.zero_grad()
+        after = _copies(module.named_parameters())
+        seen.updates.append({name: tensor - before[name] for name, tensor in after.items()})
+        before = after
     return seen
 
 
-def _built(build: Build, plan: Plan) -> tuple[nn.Module, Callable[..., Any], Any]:
+def _built(
+    build: Build, plan: Plan, rank: int, world: int
+) -> tuple[nn.Module, Callable[..., Any], Any, torch.optim.Optimizer | None]:
     """Call the factory from the same seed each time, and take away what would make two runs differ."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     torch.set_default_dtype(torch.float64 if plan.double else torch.float32)
-    made = build()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
+    made = build(_mesh_for(plan, world)) if _takes_mesh(build) else build()
+    known = isinstance(made, tuple) and len(made) in {3, 4} and isinstance(made[0], nn.Module) and callable(made[1])
+    if not known or not all(isinstance(last, torch.optim.Optimizer) for last in made[3:]):
         raise UsageError(f"the factory must return (model, loss_fn, batch), not {type(made).__name__}")
-    model, loss_fn, batch = made
+    model, loss_fn, batch, optimizer = made if len(made) == 4 else (*made, None)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("the model of the factory has no trainable parameter")
     for module in model.modules():
@@ -178,12 +248,55 @@ def _built(build: Build, plan: Plan) -> tuple[nn.Module, Callable[..., Any], Any
         if plan.freeze_batch_norm and isinstance(module, _BATCH_NORMS):
             module.eval()
     double = torch.float64 if plan.double and not isinstance(model, DistributedDataParallel) else None
-    if not isinstance(model, DistributedDataParallel):
+    if not (isinstance(model, DistributedDataParallel) or _takes_mesh(build) or optimizer or _is_parallel(model)):
         model.to(plan.device)
         if double:
             model.double()
-    moved = _moved(batch, lambda t: t.to(plan.device, double if t.is_floating_point() else None))
-    return model, loss_fn, moved
+    own = batch if _takes_mesh(build) else _own_part(batch, rank, world)
+    moved = _moved(own, lambda t: t.to(plan.device, double if t.is_floating_point() else None))
+    return model, loss_fn, moved, optimizer
+
+
+def _is_parallel(model: nn.Module) -> bool:
+    return internals.any_distributed(model.parameters())
+
+
+def _mesh_for(plan: Plan, world: int) -> DeviceMesh:
+    sizes = [size if size > 0 else world for size in plan.mesh.values()] if world > 1 else [1] * len(plan.mesh)
+    return init_device_mesh(plan.device.type, tuple(sizes), mesh_dim_names=tuple(plan.mesh))
+
+
+def _mesh_of(module: nn.Module, plan: Plan | None) -> dict[str, tuple[int, int]]:
+    """Return where this rank stands on the dimensions of the mesh that the factory got and of those of its DTensors."""
+    found: dict[str, tuple[int, int]] = {}
+    world, left = dist.get_world_size(), dist.get_world_size()
+    if plan is not None and world > 1:
+        for name, given in plan.mesh.items():
+            size = given if given > 0 else world
+            left //= size
+            found[name] = (dist.get_rank() // left % size, size)
+    for parameter in module.parameters():
+        layout = internals.layout_of(parameter) if internals.is_distributed(parameter) else None
+        for at in layout.places if layout else ():
+            found.setdefault(at.dimension, (at.coordinate, at.size))
+    return found
+
+
+def _nudge(module: nn.Module, batch: Any, plan: Plan) -> Any:
+    """Change parameters and inputs by a rounding."""
+    draws = torch.Generator().manual_seed(plan.nudge_seed)
+
+    def changed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        by = torch.rand(tensor.shape, generator=draws, dtype=torch.float64) * 2 - 1
+        return (tensor.double() * (1 + plan.nudge * by.to(tensor.device))).to(tensor.dtype)
+
+    with torch.no_grad():
+        for parameter in module.parameters():
+            own = internals.own_part(parameter) if internals.is_distributed(parameter) else parameter
+            own.copy_(changed(own))
+        return _moved(batch, changed)
 
 
 def _wrapped(model: nn.Module, plan: Plan) -> DistributedDataParallel:
@@ -200,19 +313,21 @@ def _check_loss(loss: Any) -> None:
         raise UsageError(f"loss_fn must return a scalar tensor, or None after its own backward, not {kind}")
 
 
-def _shards(build: Build, plan: Plan, world: int, one: Trajectory) -> str | None:
+def _shards(build: Build, plan: Plan, world: int, one: One) -> str | None:
     """Tell whether the average of the parts' losses, in one process, is the loss of the whole batch."""
-    model, loss_fn, batch = _built(build, plan)
-    trained = _wrapped(model, plan)
-    module: nn.Module = trained.module
+    found: dict[str, Tensor] = {}
     for rank in range(world):
-        loss = loss_fn(trained, _own_part(batch, rank, world))
+        model, loss_fn, part, _ = _built(build, plan, rank, world)
+        trained = model if _is_parallel(model) else _wrapped(model, plan)
+        loss = loss_fn(trained, part)
         if loss is None:
             return None
         (loss / world).backward()
-    parts = Trajectory([_copies((n, p.grad) for n, p in module.named_parameters())], [], one.coarsest, one.longest_sum)
-    alone = Trajectory(one.gradients[:1], [], one.coarsest, one.longest_sum)
-    return "ranks" if _compare(alone, parts, world).off else "batch"
+        module = trained.module if isinstance(trained, DistributedDataParallel) else trained
+        for name, grad in _copies((n, p.grad) for n, p in module.named_parameters()).items():
+            found[name] = found[name] + grad if name in found else grad
+    _, _, alone, limits, scale = next(entry for entry in one.limits() if entry[1] == "gradient")
+    return "ranks" if _beyond(alone, found, limits, scale) else "batch"
 
 
 def _own_part(batch: Any, rank: int, world: int) -> Any:
@@ -235,8 +350,46 @@ def _moved(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return mapped(batch, lambda item: change(item) if isinstance(item, Tensor) else item, kinds=True)
 
 
-def _copies(tensors: Iterator[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
-    return {name: tensor.detach().double().cpu().clone() for name, tensor in tensors if tensor is not None}
+def _copies(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
+    """Return tensors as they are now, whole: shards are put together, where all ranks that hold some have theirs."""
+    found: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
+    sharded = {name for name, tensor in found.items() if internals.is_distributed(tensor)}
+    if dist.get_world_size() > 1:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, {name: found[name].device_mesh.mesh.flatten().tolist() for name in sharded})
+        for name in {*sharded}:
+            if any(told[rank].get(name) is None for rank in told[dist.get_rank()][name]):
+                sharded.discard(name)  # a gradient that some ranks lack, whose parts nobody can ask for
+                del found[name]
+    return {
+        name: (tensor.full_tensor() if name in sharded else tensor).double().cpu().clone()
+        for name, tensor in found.items()
+    }
+
+
+@contextmanager
+def _watch_outputs(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
+    """Keep the first output of each module, as this rank holds it."""
+
+    def done(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            first: Any = next(iter(tensors_in(output)), None)
+            if name in seen or first is None or not first.is_floating_point():
+                return
+            if internals.is_distributed(first):
+                if any(placed.is_partial() for placed in first.placements):
+                    return
+                first = internals.own_part(first)
+            seen[name] = first.detach().double().cpu().clone()
+
+        return keep
+
+    handles = [module.register_forward_hook(done(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -255,58 +408,106 @@ def _watch_types(seen: Trajectory) -> Iterator[None]:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _longest_sum(module: nn.Module, batch: Any) -> int:
-    shapes = [p.shape for p in module.parameters() if p.dim()]
-    slices = [max(shape[0], math.prod(shape[1:])) for shape in shapes]
-    return max([1, *slices, *(t.numel() for t in tensors_in(batch))])
+def _apart(a: Tensor, b: Tensor | None) -> float:
+    return 0.0 if b is None or not a.numel() else float((a - b).abs().max())
 
 
-def bound(tensors: int, longest_sum: int, step: int, dtype: torch.dtype) -> float:
-    """Return how far two gradients of step `step` may be apart by rounding alone, relative to the largest element."""
-    unit = torch.finfo(dtype).eps / 2
-    return 2 * _CONFIDENCE * (step + 1) * math.sqrt(2 * tensors * longest_sum) * unit
-
-
-def _compare(one: Trajectory, many: Trajectory, world: int) -> Equivalence:
+def _compare(one: One, many: Trajectory, world: int) -> Equivalence:
     """Return what SYNC209 is told: the first step in which the two runs are further apart than rounding explains."""
-    dtype = max(one.coarsest, many.coarsest, key=lambda kind: torch.finfo(kind).eps)
-    facts = Equivalence(world=world, dtype=str(dtype).removeprefix("torch."), batch_norm=one.batch_norm)
-    for step in range(len(one.gradients)):
-        pairs = [("gradient", one.gradients[step], many.gradients[step])]
-        if step < len(one.parameters):
-            pairs.append(("parameter", one.parameters[step], many.parameters[step]))
-        for quantity, alone, together in pairs:
-            names = {**alone, **together}
-            limit = bound(max(1, len(names)), one.longest_sum, step, dtype)
-            if limit > _TOO_COARSE:
-                raise UsageError(
-                    f"the model computes in {facts.dtype}, where rounding alone explains differences of "
-                    f"{100 * limit:.0f} %; build it without autocast, in float32 or float64"
-                )
-            facts = replace(facts, bound=limit, compared=len(names), quantity=quantity)
-            if off := _beyond(alone, together, limit):
-                return replace(facts, step=step, off=off)
+    alone = one.run
+    dtype = max(alone.coarsest, many.coarsest, key=lambda kind: torch.finfo(kind).eps)
+    name = str(dtype).removeprefix("torch.")
+    facts = Equivalence(world=world, dtype=name, batch_norm=alone.batch_norm, mesh=many.mesh)
+    places = places_in(alone.start, many.start)
+    held: list[Any] = [None] * world
+    dist.all_gather_object(held, {place.name for place in places.values()})
+    lost = {name: (0.0, 0.0, 1.0) for name in alone.start if not any(name in names for names in held)}
+    if lost:
+        return replace(facts, quantity="parameter", step=0, compared=len(alone.start), bound=0.0, off=lost)
+    for (step, what, table, limits, scale), (_, _, own) in zip(one.limits(), many.tables(), strict=True):
+        limit = max(limits.values(), default=0.0) / scale if scale else 0.0
+        if limit > _TOO_COARSE:
+            raise UsageError(
+                f"the model computes in {facts.dtype}, where rounding alone explains differences of "
+                f"{100 * limit:.0f} % of the {what}s; build it without autocast, in float32 or float64"
+            )
+        parts = {name: place.of(table[place.name]) for name, place in places.items() if place.name in table}
+        allowed = {name: limits[places[name].name] for name in parts}
+        off = _beyond(parts, own, allowed, scale)
+        facts = replace(facts, bound=limit, compared=len(table), quantity=what)
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, sorted(off))
+        if any(told):
+            adds_up = _sums(parts, own, allowed, places, many.mesh) if what == "gradient" else {}
+            renamed = {name for name, place in places.items() if place.name != name}
+            output = _first_output(one, many, renamed) if what == "gradient" else None
+            named = {_shown(name, places): entry for name, entry in off.items()}
+            return replace(facts, step=step if off else None, off=named, adds_up=adds_up, output=output)
     return facts
 
 
+def _shown(name: str, places: Mapping[str, Place]) -> str:
+    return places[name].name if name in places else name
+
+
 def _beyond(
-    alone: Mapping[str, Tensor], together: Mapping[str, Tensor], limit: float
+    alone: Mapping[str, Tensor], together: Mapping[str, Tensor], limits: Mapping[str, float], scale: float
 ) -> dict[str, tuple[float, float, float]]:
-    """Return name -> ratio, rest, difference of what is further apart than `limit`, relative to the largest element."""
-    scale = max((float(t.abs().max()) for t in alone.values() if t.numel()), default=0.0)
-    if not math.isfinite(scale):
-        raise UsageError("the gradients of one process on the whole batch are not finite; nothing can be compared")
+    """Return name -> ratio, rest, difference of what is further apart than its limit; that is relative to `scale`."""
     off = {}
     for name in {**alone, **together}:
         some = alone.get(name, together.get(name))
         assert some is not None
         a, b = (table.get(name, torch.zeros_like(some)) for table in (alone, together))
-        difference = float((b - a).abs().max()) if some.numel() else 0.0
-        if difference > limit * scale or not math.isfinite(difference):
+        difference = _apart(b, a)
+        if difference > limits.get(name, 0.0) or not math.isfinite(difference):
             ratio = float((a * b).sum() / (a * a).sum()) if bool(a.any()) else math.inf
             rest = float((b - ratio * a).norm() / b.norm()) if math.isfinite(ratio) and bool(b.any()) else 0.0
             off[name] = (ratio, rest, difference / scale if scale else math.inf)
     return off
+
+
+def _sums(
+    alone: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    limits: Mapping[str, float],
+    places: Mapping[str, Place],
+    mesh: Mapping[str, tuple[int, int]],
+) -> dict[str, str]:
+    """Return whose gradients differ over a dimension and are, added up or averaged over it, those of one process."""
+    off = [name for name in alone if name in own and _apart(own[name], alone[name]) > limits[name]][:_MAX_SUMMED]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (dict(mesh), {places[name]: own[name] for name in off}))
+    found: dict[str, str] = {}
+    for name in off:
+        for dimension in mesh or ("all ranks",):
+            rest = {key: at for key, at in mesh.items() if key != dimension}
+            parts = [
+                gradients[places[name]]
+                for where, gradients in told
+                if places[name] in gradients and {key: at for key, at in where.items() if key != dimension} == rest
+            ]
+            if len(parts) < 2 or all(_apart(part, parts[0]) <= limits[name] for part in parts):
+                continue
+            total = torch.stack(parts).sum(0)
+            for word, number in (("sum", 1), ("mean", len(parts))):
+                if _apart(total / number, alone[name]) <= len(parts) * limits[name]:
+                    found[places[name].name] = f"{word} over {dimension}"
+    return found
+
+
+def _first_output(one: One, many: Trajectory, renamed: Iterable[str]) -> tuple[int, str] | None:
+    """Return the first module whose output is nowhere in that of one process, with its place in the order."""
+    unit = torch.finfo(one.run.coarsest).eps
+    for number, (name, output) in enumerate(one.run.outputs.items()):
+        own = many.outputs.get(name)
+        if own is None or not output.dim() or any(other.startswith(f"{name}.") for other in renamed):
+            continue
+        moved = [_apart(output, run.outputs[name]) for run in one.nudged if name in run.outputs]
+        limit = _FACTOR * max([unit * float(output.abs().max()) if output.numel() else 0.0, *moved])
+        if is_block_of(own, output, limit) is False:
+            return number, name
+    return None
 
 
 def judge(facts: Mapping[int, Equivalence]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -22,13 +23,15 @@ from ddpdebug.printing import say
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, parts
+from ddpdebug.sinks.text import clean, counted, parts
 
 _TEXT = """Compare N ranks, each on its part of a global batch, with one process on the whole batch (SYNC209).
 
 FACTORY is `package.module:build` or `file.py:build`, a function without arguments that returns `model, loss_fn, batch`:
 a module, a function of (model, batch) that returns the loss, and the global batch, whose tensors count samples in their
 first dimension. For clipping and accumulation loss_fn does the whole step up to the optimizer itself and returns None.
+A function with a parameter, `build(mesh)`, gets a DeviceMesh (--mesh), shards the model by itself and returns its
+part of the batch; one process calls it with a mesh of one rank. A fourth value is the optimizer to use.
 
 Exit codes: 0 clean, 1 not equivalent, 2 wrong usage, 3 the factory or the step failed, 4 hang or lost rank.
 """
@@ -36,7 +39,10 @@ Exit codes: 0 clean, 1 not equivalent, 2 wrong usage, 3 the factory or the step 
 
 @click.command("equivalence", help=_TEXT)
 @click.argument("factory")
-@click.option("--nproc-per-node", type=click.IntRange(2), default=2, show_default=True, help="How many ranks.")
+@click.option("--nproc-per-node", type=click.IntRange(2), help="How many ranks.  [default: those of --mesh, or 2]")
+@click.option(
+    "--mesh", metavar="NAME=SIZE,...", help="What build(mesh) gets, as dp=2,tp=2.  [default: dp, of all ranks]"
+)
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="How many optimizer steps.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, help="Seconds.")
@@ -45,9 +51,27 @@ Exit codes: 0 clean, 1 not equivalent, 2 wrong usage, 3 the factory or the step 
 def command(result: Path | None, **options: Any) -> Callable[[], int]:
     """Check the line; run later, outside of click."""
     path, name = split_factory(options["factory"])
+    options["mesh"] = _mesh(options["mesh"])
+    ranks = math.prod(options["mesh"].values()) if options["mesh"] else options["nproc_per_node"] or 2
+    if (options["nproc_per_node"] or ranks) != ranks or ranks < 2:
+        raise UsageError(
+            f"a mesh of {counted(ranks, 'rank')} does not fit --nproc-per-node {options['nproc_per_node']}"
+        )
+    options["nproc_per_node"] = ranks
     if result is not None or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return lambda: _as_rank(path, name, result, options)
     return lambda: _from_outside(options)
+
+
+def _mesh(text: str | None) -> dict[str, int]:
+    """Return dimension -> size."""
+    found: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or name in found or not (size.isdecimal() and int(size)):
+            raise UsageError(f"{text!r} is no mesh; write --mesh dp=2,tp=2")
+        found[name] = int(size)
+    return found
 
 
 # --- started by a person or a CI job ----------------------------------------------------------------------------------
@@ -60,6 +84,7 @@ def _from_outside(options: Mapping[str, Any]) -> int:
         results.mkdir()
         words = ["equivalence", options["factory"], "--result", str(results)]
         words += ["--steps", str(options["steps"]), "--device", options["device"]]
+        words += ["--mesh", ",".join(f"{k}={v}" for k, v in options["mesh"].items())] if options["mesh"] else []
         command = torchrun_words(world, words, failures)
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **ranks_environment()}  # DDP warns about what is on purpose here
         with progress(f"comparing {world} ranks with one process"):
@@ -125,7 +150,7 @@ def _as_rank(path: str, name: str, result: Path | None, options: Mapping[str, An
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
             torch.cuda.set_device(device)
-        findings = equivalence.measure_job(build, steps=options["steps"], device=device)
+        findings = equivalence.measure_job(build, steps=options["steps"], device=device, mesh=options["mesh"])
         record["findings"] = [finding.to_json() for finding in findings]
     except UsageError as error:
         record["usage"] = str(error)

@@ -373,7 +373,7 @@ class Equivalence(Announcement):
 
     world: int
     step: int | None = None  # the first that differs
-    quantity: str | None = None  # "gradient" or "parameter"
+    quantity: str | None = None  # "gradient", "update", "initial parameter"; "parameter": no rank has it
     dtype: str = ""  # the coarsest that was computed in
     batch_norm: bool = False  # the model has some
     #: What is further apart than rounding explains: name -> ratio, rest, difference relative to the largest element.
@@ -382,6 +382,11 @@ class Equivalence(Announcement):
     compared: int = 0  # names
     without_batch_norm: str | None = None  # "agree" or "differ": with its statistics fixed
     shards: str | None = None  # "ranks" or "batch": whose losses the loss of the whole batch is made of
+    mesh: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # dimension -> this rank's coordinate, size
+    #: Of what differs, what the ranks' own gradients over a dimension make: name -> "sum over tp", "mean over dp".
+    adds_up: Mapping[str, str] = field(default_factory=dict)
+    #: The first module whose output is no part of that of one process, after its place in the order.
+    output: tuple[int, str] | None = None
 
 
 # --- how the ranks go on ----------------------------------------------------------------------------------------------

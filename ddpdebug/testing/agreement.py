@@ -201,14 +201,20 @@ def _and(names: Sequence[str]) -> str:
 
 
 def assert_equivalent(
-    build: Build, *, steps: int = 3, device: torch.device | None = None, timeout: float = 30.0
+    build: Build,
+    *,
+    steps: int = 3,
+    device: torch.device | None = None,
+    mesh: Mapping[str, int] | None = None,
+    timeout: float = 30.0,
 ) -> None:
     """Assert that the ranks of the default group train like one process on the same global batch.
 
     Args:
-        build: returns `model, loss_fn, batch`; see `ddpdebug.ci.equivalence`.
+        build: returns `model, loss_fn, batch`, and the optimizer if need be; see `ddpdebug.ci.equivalence`.
         steps: how many optimizer steps to compare.
         device: of this rank, where the factory's model is put; the CPU by default.
+        mesh: the dimensions and sizes of the mesh that a `build` with a parameter gets, such as `{"dp": 2, "tp": 2}`.
         timeout: seconds to wait for the other ranks before and after the measurement.
 
     Raises:
@@ -217,7 +223,7 @@ def assert_equivalent(
     """
     meeting = Meeting("assert_equivalent(...)", timeout)
     meeting.tell_json("here")
-    told = meeting.tell_json(to_json(measure(build, steps=steps, device=device)))
+    told = meeting.tell_json(to_json(measure(build, steps=steps, device=device, mesh=mesh)))
     facts = (from_json(Equivalence, said) for said in told)
     for finding in judge({rank: fact for rank, fact in enumerate(facts) if fact is not None}):
         if finding.severity > Severity.INFO:
