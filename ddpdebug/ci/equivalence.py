@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
@@ -261,9 +260,9 @@ def _is_parallel(model: nn.Module) -> bool:
     return internals.any_distributed(model.parameters())
 
 
-def _mesh_for(plan: Plan, world: int) -> DeviceMesh:
+def _mesh_for(plan: Plan, world: int) -> Any:
     sizes = [size if size > 0 else world for size in plan.mesh.values()] if world > 1 else [1] * len(plan.mesh)
-    return init_device_mesh(plan.device.type, tuple(sizes), mesh_dim_names=tuple(plan.mesh))
+    return dist.init_device_mesh(plan.device.type, tuple(sizes), mesh_dim_names=tuple(plan.mesh))
 
 
 def _mesh_of(module: nn.Module, plan: Plan | None) -> dict[str, tuple[int, int]]:

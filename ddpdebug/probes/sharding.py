@@ -3,12 +3,17 @@
 Two ranks share a part of a parameter when they stand at the same coordinates of all dimensions of its mesh along which
 it is not replicated. Parameters whose coordinates are alike are one class: its digest in the row covers all of them,
 and is compared between the ranks whose key of the class is equal. A dimension that a parameter's mesh lacks, as that
-of tensor parallelism for a norm under FSDP, parts nothing; a plain parameter is the same on all ranks.
+of tensor parallelism for a norm under FSDP, parts nothing; a plain parameter is the same on all ranks, unless it is of
+a rank's own experts or is marked as a part.
+
+The stages of a pipeline may have other layers under the same names: there a part is shared with the ranks over which its
+own mesh replicates it, and what is plain, of which nobody says who else has it, is not compared.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +25,8 @@ from ddpdebug.schema.row import CLASS_SLOTS
 
 #: A class that all ranks are in, in words.
 _EVERYWHERE = "all ranks"
+#: Plain parameters of these names are of a rank's own experts; shared experts are on all ranks.
+_EXPERTS = re.compile(r"(^|[._])(?<!shared_)experts?([._]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +95,12 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
         for name, p, layout in zip(names, params, layouts, strict=True)
     ]
     model = fingerprint.of_text(repr(table))  # ranks of another model, or of another stage, share nothing with these
-    words = [_words(p, is_owned, layout) for p, is_owned, layout in zip(params, owned, layouts, strict=True)]
+    words = [_words(*of) for of in zip(names, params, owned, layouts, strict=True)]
     sizes: dict[str, int] = {}
     for text, layout in zip(words, layouts, strict=True):
         if text is not None:
-            apart = 1 if layout is None else math.prod(place.size for place in layout.apart)
-            sizes[text] = sizes.get(text, 0) + (apart < world)
+            sizes[text] = sizes.get(text, 0) + _is_shared(layout, world)
     shared = sorted((text for text, count in sizes.items() if count), key=lambda text: (-sizes[text], text))
-    if internals.has_stages():
-        shared = []
     chosen = shared[:CLASS_SLOTS]
     slots = tuple(chosen.index(text) if text in chosen else None for text in words)
     parts = tuple(
@@ -105,10 +109,11 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
     )
     places = {p.dimension: (p.coordinate, p.size) for layout in layouts if layout is not None for p in layout.places}
     alone = sum(slot is None and text is not None for slot, text in zip(slots, words, strict=True))
+    local = sum(text is None and not of_ddp for text, of_ddp in zip(words, owned, strict=True))
     parted = sorted({place.dimension for layout in layouts if layout is not None for place in layout.apart})
     return Sharding(
         slots=slots,
-        text=_text(parted, shared=sum(sizes[text] for text in chosen), alone=alone),
+        text=_text(parted, shared=sum(sizes[text] for text in chosen), alone=alone, local=local),
         keys=tuple(fingerprint.of_text(f"{model} {text}") for text in chosen),
         names=parts,
         place=MeshPlace(
@@ -119,18 +124,29 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
     )
 
 
-def _text(parted: Sequence[str], *, shared: int, alone: int) -> str:
+def _text(parted: Sequence[str], *, shared: int, alone: int, local: int) -> str:
     over = f"parameters are sharded over {' and '.join(parted)}" if parted else "parameters are DTensors"
     if not shared:
         return f"{over}: nothing is replicated, so only settings, counts of steps and which gradients came are compared"
     what = f"{over}: {shared} {'is' if shared == 1 else 'are'} compared between the ranks that hold the same part"
-    return f"{what}, {alone} {'has' if alone == 1 else 'have'} no replica" if alone else what
+    what += f", {alone} {'has' if alone == 1 else 'have'} no replica" if alone else ""
+    return f"{what}, {local} {'is' if local == 1 else 'are'} of single ranks (experts, stages)" if local else what
 
 
-def _words(parameter: Any, owned: bool, layout: internals.Layout | None) -> str | None:  # noqa: FBT001 - of a table
+def _is_shared(layout: internals.Layout | None, world: int) -> bool:
+    """Tell whether other ranks hold the same part."""
+    if layout is None:
+        return True
+    return bool(layout.replicas) if internals.has_stages() else math.prod(place.size for place in layout.apart) < world
+
+
+def _words(name: str, parameter: Any, owned: bool, layout: internals.Layout | None) -> str | None:  # noqa: FBT001 - of a table
     """Say which part of a parameter a rank holds; None where it is compared otherwise, or cannot be."""
     if owned or (layout is None and internals.is_distributed(parameter)):
         return None
-    if layout is None or not layout.apart:
+    if layout is None and (internals.has_stages() or internals.is_own(parameter) or _EXPERTS.search(name)):
+        return None
+    if layout is None or not (layout.apart or layout.replicas):
         return _EVERYWHERE
-    return ", ".join(f"{place.dimension} {place.coordinate} of {place.size}" for place in layout.apart)
+    parts = [f"{place.dimension} {place.coordinate} of {place.size}" for place in layout.apart]
+    return ", ".join([*parts, f"ranks {' '.join(map(str, layout.replicas))}"] if layout.replicas else parts)

@@ -40,6 +40,7 @@ from ddpdebug.torch_internals.dtensors import (
     has_stages as has_stages,
     is_distributed as is_distributed,
     is_laid_like as is_laid_like,
+    is_own as is_own,
     is_whole as is_whole,
     layout_of as layout_of,
     own_part as own_part,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ddpdebug.torch_internals.names import inherits
 
@@ -32,6 +33,7 @@ class Layout(NamedTuple):
     places: tuple[Place, ...]  # all dimensions, in the mesh's order
     shape: tuple[int, ...]  # of the whole tensor
     text: str  # of its placements
+    replicas: tuple[int, ...] = ()  # in a pipeline: the ranks of the one dimension over which it is replicated
 
 
 def is_distributed(tensor: object) -> bool:
@@ -55,11 +57,14 @@ def layout_of(tensor: Any) -> Layout | None:
     names = mesh.mesh_dim_names or tuple(f"dimension {i}" for i in range(mesh.ndim))
     places = [Place(str(names[i]), int(coordinates[i]), int(mesh.size(i))) for i in range(mesh.ndim)]
     apart = [place for place, placed in zip(places, placements, strict=True) if not placed.is_replicate()]
+    over = [i for i, placed in enumerate(placements) if placed.is_replicate() and places[i].size > 1]
+    known = has_stages() and len(over) == 1
     return Layout(
         apart=tuple(sorted(place for place in apart if place.size > 1)),
         places=tuple(place for place in places if place.size > 1),
         shape=tuple(tensor.shape),
         text=repr(tuple(placements)),
+        replicas=tuple(dist.get_process_group_ranks(mesh.get_group(over[0]))) if known else (),
     )
 
 
@@ -82,3 +87,8 @@ def is_whole(tensor: Any) -> bool:
 def has_stages() -> bool:
     """Whether the job may be a pipeline, whose ranks hold other layers under the same names."""
     return "torch.distributed.pipelining" in sys.modules
+
+
+def is_own(parameter: torch.Tensor) -> bool:
+    """Tell whether a plain parameter has the marks by which Megatron-LM and what follows it knows a rank's own part."""
+    return getattr(parameter, "allreduce", None) is False or getattr(parameter, "tensor_model_parallel", None) is True

@@ -122,10 +122,41 @@ def test_shared_parts_are_read_where_they_are() -> None:
     assert other is alone
 
 
-def test_stages_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pipeline other ranks hold other layers under the same names."""
+def test_stages_share_what_their_mesh_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipeline other ranks hold other layers under the same names: only a mesh says who has the same."""
+    from torch.distributed.tensor import Replicate
+
     monkeypatch.setitem(__import__("sys").modules, "torch.distributed.pipelining", SimpleNamespace())
-    assert _of(0, "hsdp").keys == ()
+    assert _who_shares("hsdp", "w") == {(0, 2), (1, 3)}
+    assert _of(2, "hsdp").names == ("w [shard 0 of 2, ranks 0 2]",)
+    assert _who_shares("fsdp over tp", "plain") == set()
+    keys = {}
+    for rank in range(_WORLD):  # two stages of two replicas
+        _as_rank(rank)
+        sharding = sharding_of(*_watch(w=_placed(_mesh((2, 2), ("pp", "dp"))["dp"], Replicate())), _WORLD)
+        assert sharding is not None
+        keys[rank] = sharding.keys
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+
+
+def test_experts_of_a_rank_are_its_own() -> None:
+    """Plain parameters of local experts are not compared, those of shared ones and of routers are."""
+    from torch.distributed.tensor import Shard
+
+    _as_rank(0)
+    marked = nn.Parameter(torch.ones(2))
+    marked.allreduce = False  # type: ignore[attr-defined]
+    names = ["a", "block.experts.0.w", "block.router", "block.shared_experts.w", "local_expert.w", "moe.marked"]
+    plain = [nn.Parameter(torch.ones(2)) for _ in names[1:-1]]
+    parameters = [_placed(_mesh((4,), ("dp",)), Shard(0)), *plain, marked]
+    sharding = sharding_of(names, parameters, [False] * len(names), _WORLD)
+    assert sharding is not None
+    compared = {name for name, slot in zip(names, sharding.slots, strict=True) if slot is not None}
+    assert compared == {"block.router", "block.shared_experts.w"}
+    assert sharding.text == (
+        "parameters are sharded over dp: 2 are compared between the ranks that hold the same part, 1 has no replica, "
+        "3 are of single ranks (experts, stages)"
+    )
 
 
 def test_without_dtensors() -> None:
