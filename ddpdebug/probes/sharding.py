@@ -6,8 +6,8 @@ and is compared between the ranks whose key of the class is equal. A dimension t
 of tensor parallelism for a norm under FSDP, parts nothing; a plain parameter is the same on all ranks, unless it is of
 a rank's own experts or is marked as a part.
 
-The stages of a pipeline may have other layers under the same names: there a part is shared with the ranks over which its
-own mesh replicates it, and what is plain, of which nobody says who else has it, is not compared.
+The stages of a pipeline may have other layers under the same names: there a part is shared with the ranks over which
+its own mesh replicates it, and what is plain, of which nobody says who else has it, is not compared.
 """
 
 from __future__ import annotations

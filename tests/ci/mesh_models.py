@@ -286,8 +286,9 @@ def rolled(mesh: DeviceMesh) -> Made:
 class Mixture(nn.Module):
     """Four experts, spread over ep; each rank has tokens of its own."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, fault: str) -> None:
         super().__init__()
+        self.fault = fault
         self.group = mesh.get_group("ep")
         self.router = nn.Linear(6, 4, bias=False)
         experts = [nn.Linear(6, 6) for _ in range(4)]
@@ -300,21 +301,24 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         gates = self.router(x).softmax(-1)
-        tokens, gates = gathered(x, self.group, 0), gathered(gates, self.group, 0)
+        if self.fault == "cut":
+            gates = gates.detach()
+        tokens, gates = gathered(x, self.group, 0), gathered(gates, self.group, 0, add=self.fault != "partial")
         mixed = sum(gates[:, self.first + i, None] * expert(tokens).relu() for i, expert in enumerate(self.experts))
         return self.head(x + scattered(mixed, self.group))
 
 
 def experts(mesh: DeviceMesh, *, fault: str = "") -> Made:
     """Expert parallelism by hand: the experts' gradients come from all tokens already."""
-    model = Mixture(mesh)
+    model = Mixture(mesh, fault if mesh.size() > 1 else "")
     torch.manual_seed(1)
     batch = own(own(torch.randn(16, 6), mesh["dp"]), mesh["ep"])
 
     def step(model: Mixture, batch: Tensor) -> None:
         squares(model, batch).backward()
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                continue
             if name.startswith("experts"):
                 dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
                 parameter.grad /= mesh["dp"].size() if fault == "scaled" else mesh.size()
@@ -328,6 +332,16 @@ def experts(mesh: DeviceMesh, *, fault: str = "") -> Made:
 def experts_scaled(mesh: DeviceMesh) -> Made:
     """Row 9: they are divided by the ranks that hold them, and not by those that their tokens come from."""
     return experts(mesh, fault="scaled")
+
+
+def experts_partial(mesh: DeviceMesh) -> Made:
+    """Row 12: a rank's scores learn from the experts of this rank only."""
+    return experts(mesh, fault="partial")
+
+
+def experts_cut(mesh: DeviceMesh) -> Made:
+    """Row 14: what gathers the scores is not differentiable."""
+    return experts(mesh, fault="cut")
 
 
 # --- context parallelism ----------------------------------------------------------------------------------------------
@@ -462,6 +476,8 @@ WRONG: list[tuple[Callable[..., Made], str, str]] = [
     (never_divided, "dp=4,tp=1", "gradients of all parameters are 4 x: the size of dp"),
     (rolled, "dp=2,tp=2", "have no common ratio"),
     (experts_scaled, "dp=1,ep=4", "gradients of `experts` are 4 x: the size of ep"),
+    (experts_partial, "dp=2,ep=2", "gradients of `router.weight` have no common ratio"),
+    (experts_cut, "dp=2,ep=2", "gradients of `router.weight` are missing"),
     (context_scaled, "dp=1,cp=4", "gradients of all parameters are 4 x: the size of cp"),
     (context_positions, "dp=2,cp=2", "`rotary` is the first whose output is no part of that of one process (cp 1)"),
     (context_local_tokens, "dp=2,cp=2", "have no common ratio"),

@@ -129,8 +129,15 @@ def test_the_page_is_true(page: Path, tmp_path: Path) -> None:
 
 
 def test_there_is_one_for_each_kind_of_user() -> None:
-    """The five of the index."""
-    assert {page.stem for page in TUTORIALS} == {"loss-is-nan", "ranks-diverge", "job-hangs", "cluster", "ci"}
+    """The six of the index."""
+    assert {page.stem for page in TUTORIALS} == {
+        "loss-is-nan",
+        "ranks-diverge",
+        "fsdp-is-wrong",
+        "job-hangs",
+        "cluster",
+        "ci",
+    }
 
 
 def test_what_does_not_come_is_seen() -> None:
