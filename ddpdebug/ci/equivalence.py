@@ -31,7 +31,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -262,7 +262,7 @@ def _is_parallel(model: nn.Module) -> bool:
 
 def _mesh_for(plan: Plan, world: int) -> Any:
     sizes = [size if size > 0 else world for size in plan.mesh.values()] if world > 1 else [1] * len(plan.mesh)
-    return dist.init_device_mesh(plan.device.type, tuple(sizes), mesh_dim_names=tuple(plan.mesh))
+    return cast("Any", dist).init_device_mesh(plan.device.type, tuple(sizes), mesh_dim_names=tuple(plan.mesh))
 
 
 def _mesh_of(module: nn.Module, plan: Plan | None) -> dict[str, tuple[int, int]]:

@@ -39,6 +39,10 @@ _UNEQUAL = (
     "a rank computes with other inputs, positions or weights than one process does at the same place",
     "read the module that is named: positions in a split sequence, a bias that each rank adds, `to_local`, `view`",
 )
+_CUT = (
+    "on the way to these parameters something is not differentiable, or the reduction was told to wait and never ran",
+    "differentiate through the collective, and switch the reduction on before the last micro-batch",
+)
 _DRAWN = (
     "the weights are drawn from another seed, or in another order, than in one process",
     "make the whole model from one seed and shard it then",
@@ -211,7 +215,7 @@ class NotEquivalent(Detector):
                 why.append(_DRAWN)
             elif not ratio and not rest:
                 text = "are missing"
-                why.append(_UNREDUCED)
+                why.append(_CUT)
             elif factor:
                 text = f"are {factor}"
                 why.append(_FACTOR)
