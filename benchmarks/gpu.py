@@ -7,8 +7,10 @@
   which begin when the host has given the device all that is measured. `host`: seconds that the host takes for that.
 - `launches`: what a step starts on the device (kernels, copies, fills), counted by torch's profiler: plain, and
   attached in a step that is checked in full and samples no layers, by what for.
-- `step`: the step time as a ratio to plain DDP of one rank, in alternating blocks: `default` (a monitor that has
-  settled in) and `again`, which is plain a second time: how far that is from 1 is the noise. Median and quartiles.
+- `cost`: of two models, one that keeps the device busy and one whose launches take the time, steps as ratios to plain
+  DDP of one rank, in alternating blocks: `first` (steps 1 to 19 of a monitor), `steady` (those from `from` on),
+  `every` (with `--every-step`) and `again`, which is plain a second time: how far that is from 1 is the noise. Wall
+  time, and processor time of all threads; median and quartiles over the rounds.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from overhead import Model, Settled
+from overhead import Model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,19 +47,39 @@ _KINDS = {"_add_tiles": "fingerprints", "Norm": "norms", "MinMax": "ranges of mo
 _KINDS |= {"sum_functor": "sums", "Mem": "copies and fills"}
 
 
+class Shape(NamedTuple):
+    """What a model is made of, and the batch of a step."""
+
+    width: int
+    depth: int
+    batch: int
+    tokens: int
+    vocabulary: int = 512
+
+
+_SMALL = Shape(64, 2, 2, 32)
+#: Its launches are counted.
+_COUNTED = Shape(1024, 16, 16, 512)
+#: Model -> its shape; steps of a plain block, of an attached one until it has settled, and with every step checked.
+_COSTS = {
+    "the device is the bottleneck": (Shape(768, 12, 24, 1024, 25088), 32, 50, 16),
+    "launches are the bottleneck": (Shape(256, 6, 8, 256), 128, 480, 40),
+}
+
+
 class Training:
     """A GPT in DDP with one rank, and its step."""
 
-    def __init__(self, device: torch.device, *, small: bool) -> None:
-        width, depth, self.batch, self.tokens = (64, 2, 2, 32) if small else (1024, 16, 16, 512)
+    def __init__(self, device: torch.device, shape: Shape, *, clips: bool = False) -> None:
+        self.batch, self.tokens, self.clips = shape.batch, shape.tokens, clips
         torch.manual_seed(0)
         self.device = device
-        self.module = Model(width, depth).to(device)
+        self.module = Model(shape.width, shape.depth, shape.vocabulary).to(device)
         self.size = sum(p.numel() for p in self.module.parameters())
         on_cuda = device.type == "cuda"
         self.model = DistributedDataParallel(self.module, device_ids=[device.index] if on_cuda else None)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=on_cuda)
-        self.data = torch.randint(0, 512, (self.batch, self.tokens + 1)).to(device)
+        self.data = torch.randint(0, shape.vocabulary, (self.batch, self.tokens + 1)).to(device)
 
     def step(self) -> None:
         """Take one step in bf16."""
@@ -66,6 +88,8 @@ class Training:
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), self.data[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
 
@@ -158,37 +182,49 @@ def _parameters(training: Training) -> list[torch.Tensor]:
     return list(training.module.parameters())
 
 
-def step_ratio(training: Training, scratch: Path, rounds: int, steps: int, learn: int) -> dict[str, Any]:
+def block(training: Training, steps: int) -> tuple[float, float]:
+    """Return the wall time and the processor time of a step, of so many."""
+    _wait(training.device)
+    began = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        training.step()
+    _wait(training.device)
+    return (time.perf_counter() - began[0]) / steps, (time.process_time() - began[1]) / steps
+
+
+def cost(training: Training, scratch: Path, rounds: int, steps: int, learn: int, every: int) -> dict[str, Any]:
     """Compare plain, plain again and attached blocks."""
-    for _ in range(5):
-        training.step()
-    settled = Settled(scratch / "settled")
-    detach = settled.attach()
-    for _ in range(learn):
-        training.step()
-    detach()
-    times: dict[str, list[float]] = {"plain": [], "again": [], "default": []}
-    for number in range(rounds):
-        ways = list(times)
-        at = number % len(ways)
-        for way in ways[at:] + ways[:at]:
-            gc.collect()
-            detach = settled.attach() if way == "default" else lambda: None
-            training.step()  # what attaching leaves for the first step is not counted
-            _wait(training.device)
-            began = time.perf_counter()
-            for _ in range(steps):
-                training.step()
-            _wait(training.device)
-            times[way].append((time.perf_counter() - began) / steps)
-            detach()
-    settled.monitor.close()
-    found: dict[str, Any] = {"rounds": rounds, "steps": steps, "seconds": statistics.median(times["plain"])}
-    for way in ("default", "again"):
-        ratios = [own / plain for own, plain in zip(times[way], times["plain"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        found[way] = [middle, low, high]
+    block(training, 5)
+    times: dict[str, list[tuple[float, float]]] = {}
+
+    def attached(*parts: tuple[str, int], every_step: bool) -> None:
+        options: dict[str, Any] = {"out": scratch / str(len(times["plain"])) / parts[0][0], "metrics": "off"}
+        monitor = ddpdebug.watch(training.model, training.optimizer, quiet=True, every_step=every_step, **options)
+        training.step()  # what attaching leaves for the first step is not counted
+        for part, number in parts:
+            times.setdefault(part, []).append(block(training, number))
+        monitor.close()
+
+    for _ in range(rounds):
+        gc.collect()
+        times.setdefault("plain", []).append(block(training, steps))
+        attached(("first", 19), ("settling", learn), ("steady", steps), every_step=False)
+        times.setdefault("again", []).append(block(training, steps))
+        attached(("every", every), every_step=True)
+    found: dict[str, Any] = {"rounds": rounds, "steps": steps, "from": 20 + learn, "parameters": training.size}
+    found["seconds"] = statistics.median(wall for wall, _ in times["plain"])
+    for way in ("again", "steady", "first", "every"):
+        found[way] = {
+            clock: _quartiles([own[at] / plain[at] for own, plain in zip(times[way], times["plain"], strict=True)])
+            for at, clock in enumerate(("wall", "processor"))
+        }
     return found
+
+
+def _quartiles(ratios: list[float]) -> list[float]:
+    """Return the median, and the quartiles around it."""
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return [middle, low, high]
 
 
 def main() -> None:
@@ -196,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--small", action="store_true", help="so little that it says nothing: to try the script")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=4)
     args = parser.parse_args()
     device, rounds = torch.device(args.device), max(2, args.rounds)
     if device.type == "cuda":
@@ -204,13 +240,18 @@ def main() -> None:
     backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found: dict[str, Any] = {"fingerprint": fingerprint(device, small=args.small)}
-    training = Training(device, small=args.small)
+    training = Training(device, _SMALL if args.small else _COUNTED)
     found["model"] = {"parameters": training.size, "tensors": len(_parameters(training)), "backend": backend}
     with tempfile.TemporaryDirectory() as scratch:
         found["launches"] = launches(training, Path(scratch))
-        steps, learn = (4, 8) if args.small else (32, 200)
-        found["step"] = step_ratio(training, Path(scratch), rounds, steps, learn)
-    del training
+        del training
+        found["cost"] = {}
+        for number, (name, case) in enumerate(_COSTS.items()):
+            shape, *steps = (_SMALL, 4, 4, 4) if args.small else case
+            gc.collect()
+            training = Training(device, shape, clips=True)
+            found["cost"][name] = cost(training, Path(scratch) / str(number), rounds * (number + 1), *steps)
+            del training
     gc.collect()
     dist.destroy_process_group()
     print(json.dumps(found))

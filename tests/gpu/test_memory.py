@@ -59,7 +59,7 @@ def test_a_rank_that_uses_much_more_is_found(device: str, train: Callable[..., A
 @pytest.mark.gpu
 @pytest.mark.jobs
 def test_fragmentation_is_found(train: Callable[..., Any]) -> None:
-    """MEM404: of 400 pieces one in ten stays, and what comes next fits into none of the holes."""
+    """MEM404: of 400 pieces one in ten stays; what comes next fits into none of the holes and empties the cache."""
     done = train("allocator.py", "fragments", "cuda", watched=True, options=[])
     assert done.status == 0, done.text
     assert "MEM404" in [found.code for found in done.findings()]

@@ -27,28 +27,25 @@ _FIGURES: dict[str, Any] = {
     },
     "model": {"parameters": 202_000_000, "tensors": 197, "backend": "nccl"},
     "launches": {"plain": 900, "ours": 10, "tensors": 197, "kinds": {"norms": 7, "fingerprints": 3}},
-    "step": {
-        "rounds": 12,
-        "steps": 40,
-        "seconds": 0.05,
-        "default": [1.004, 1.003, 1.006],
-        "again": [1.0, 0.999, 1.001],
+    "cost": {
+        "launches take the time": {
+            "rounds": 12,
+            "steps": 40,
+            "seconds": 0.05,
+            "parameters": 5_000_000,
+            "from": 500,
+            **{way: {"wall": [1.004, 1.003, 1.006], "processor": [1.02, 1.01, 1.03]} for way, _, _ in gpu.WAYS},
+        }
     },
 }
 
 
 def _record(**more: Any) -> dict[str, Any]:
-    tests = {name: "passed" for _, _, names in gpu.ITEMS for name in names}
+    found = {name: "passed" for _, _, names in gpu.ITEMS for name in names}
     about = {"device": "a device", "driver": "1.2", "torch": "2.13.0", "triton": "3.7.1", "python": "3.11.7"}
-    return {
-        **about,
-        "date": "2026-11-25",
-        "commit": "0123456789",
-        "tests": tests,
-        "figures": _FIGURES,
-        "report": "",
-        **more,
-    }
+    about |= {"date": "2026-11-25", "commit": "0123456789"}
+    tests = {**about, "found": found, "report": "summary\n"}
+    return {"tests": tests, "figures": {**about, "commit": "9876543210", "found": _FIGURES}, **more}
 
 
 def _outcomes(text: str) -> list[str]:
@@ -59,21 +56,22 @@ def test_without_a_record_everything_is_not_run() -> None:
     """Each item and each figure says so, beside its goal, and there is no device."""
     text = gpu.page(None)
     assert _outcomes(text) == [gpu.NOT_RUN] * (len(gpu.ITEMS) + len(gpu.FIGURES))
-    assert "| device |" not in text
+    assert "commit" not in text
     assert text.count("\nNot run.\n") == 1
 
 
 def test_what_was_recorded_stands_with_its_device() -> None:
     """What held, what was measured, and on what."""
-    text = gpu.page(_record(report="summary\n"))
+    text = gpu.page(_record())
     assert _outcomes(text)[: len(gpu.ITEMS)] == ["held"] * len(gpu.ITEMS)
     for said in (
-        "| device | a device |",
-        "| commit | 0123456789 |",
+        "a device, driver 1.2, torch 2.13.0, triton 3.7.1, python 3.11.7; commit 0123456789, 2026-11-25\n\n| what |",
+        "; commit 9876543210, 2026-11-25\n\n| what | goal | measured |",
         "80% of 120 tensors with 1.08 GB (fingerprints 2000 GB/s, by torch 200 GB/s, plain sum 2500 GB/s)",
         "the host takes 211 µs to start it",
         "10 beside 900 of the step, of 197 parameters: norms 7, fingerprints 3 |",
-        "1.0040 [1.0030, 1.0060] (12 rounds of 40 steps of 50.0 ms, 202M parameters, nccl)",
+        "Launches take the time: 5M parameters, steps of 50.0 ms, 12 rounds of 40, nccl.",
+        "| from step 500 on | at most 1.005 | 1.004 [1.003, 1.006] | 1.020 [1.010, 1.030] |",
         "```\nsummary\n```",
     ):
         assert said in text
@@ -85,8 +83,8 @@ def test_an_item_holds_by_all_of_its_tests(outcome: str | None, said: str) -> No
     """One that failed is named; one that was skipped, or is gone, has shown nothing."""
     for number, (_, _, names) in enumerate(gpu.ITEMS):
         record = _record()
-        record["tests"].pop(names[-1])
-        record["tests"] |= {names[-1]: outcome} if outcome else {}
+        record["tests"]["found"].pop(names[-1])
+        record["tests"]["found"] |= {names[-1]: outcome} if outcome else {}
         found = _outcomes(gpu.page(record))
         assert found[number].startswith(said)
         assert [other for place, other in enumerate(found[: len(gpu.ITEMS)]) if place != number] == ["held"] * (
@@ -96,18 +94,21 @@ def test_an_item_holds_by_all_of_its_tests(outcome: str | None, said: str) -> No
 
 def test_measurements_that_failed_leave_no_figure() -> None:
     """The tests stand all the same."""
-    found = _outcomes(gpu.page(_record(figures=None)))
+    found = _outcomes(gpu.page(_record(figures={})))
     assert found[-len(gpu.FIGURES) :] == [gpu.NOT_RUN] * len(gpu.FIGURES)
     assert found[0] == "held"
-    without = _record(figures={**_FIGURES, "fingerprint": {**_FIGURES["fingerprint"], "kernel": False}})
+    without = _record()
+    without["figures"]["found"] = {**_FIGURES, "fingerprint": {**_FIGURES["fingerprint"], "kernel": False}}
     assert "**without Triton**" in gpu.page(without)
 
 
 def test_tests_are_named_by_what_became_of_them() -> None:
-    """With their parameters; an error is a failure."""
-    cases = '<testcase name="ok"/><testcase name="s[cuda]"><skipped/></testcase><testcase name="e"><error/></testcase>'
-    found = gpu.tests_of(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert found == {"ok": "passed", "s[cuda]": "skipped", "e": "failed"}
+    """With their parameters; an error is a failure, and one that has only begun is not there."""
+    lines = ["tests/gpu/test_a.py::begun ", "[gw0] [ 25%] PASSED tests/gpu/test_a.py::ok[one, two]"]
+    lines += ["[gw1] [ 50%] SKIPPED tests/gpu/test_a.py::s[cuda]", "[gw1] [ 75%] PASSED tests/gpu/test_a.py::e"]
+    lines += ["[gw1] [ 75%] ERROR tests/gpu/test_a.py::e", "FAILED tests/gpu/test_a.py::f[cuda] - assert 1 == 2"]
+    found = gpu.tests_of("\n".join(lines))
+    assert found == {"ok[one, two]": "passed", "s[cuda]": "skipped", "e": "failed", "f[cuda]": "failed"}
 
 
 @pytest.mark.smoke
