@@ -118,8 +118,8 @@ def about(
     contract: int, subject: str, statement: str, value: str | float = "", first: int = 0, last: int = 0, **more: Any
 ) -> Fact:
     """Return a fact that was looked at from one step to another."""
-    steps = {"first": first, "last": max(first, last)}
-    return Fact(contract=contract, subject=subject, statement=statement, value=value, **steps, **more)
+    last = max(first, last)
+    return Fact(contract=contract, subject=subject, statement=statement, value=value, first=first, last=last, **more)
 
 
 def over(fact: Fact, values: Iterable[tuple[int, Any]], words: Callable[[Any], str] = str) -> Iterable[Fact]:

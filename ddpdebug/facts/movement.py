@@ -177,7 +177,7 @@ def _audits(seen: Seen) -> Iterator[Fact]:
             statement,
             {
                 name: (one.step, getattr(one.value, "location", None))
-                for one in seen.of(kind)  # type: ignore[type-abstract]
+                for one in seen.of(kind)
                 for name in getattr(one.value, names)
             },
         )

@@ -103,9 +103,9 @@ def _beginnings(seen: Seen) -> Iterator[Fact]:
         for number, values in told.items():
             alike = "yes" if all(value == values[0][1] for _, value in values) else "no"
             yield seen.fact(8, f"ddp{number}: {what}", "alike on all ranks as it begins", alike, values[-1][0])
-    for one in seen.first_rank(WrapperGroup):
-        of = "all ranks" if len(one.value.ranks) == seen.world else f"{len(one.value.ranks)} ranks"
-        yield seen.fact(8, f"ddp{one.number}", "reduces over", of, one.step)
+    for group in seen.first_rank(WrapperGroup):
+        of = "all ranks" if len(group.value.ranks) == seen.world else f"{len(group.value.ranks)} ranks"
+        yield seen.fact(8, f"ddp{group.number}", "reduces over", of, group.step)
     for mesh in seen.first_rank(MeshPlace):
         sizes = ", ".join(f"{name} of {size}" for name, (_, size) in mesh.value.places.items()) or "none"
         yield seen.fact(8, f"optimizer {mesh.number}", "dimensions of its mesh", sizes, mesh.step, of_world=True)

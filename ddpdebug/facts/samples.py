@@ -64,8 +64,8 @@ def _loaders(seen: Seen) -> Iterator[Fact]:
             items[told.number, index].add(digests)
     for number, step in shown.items():
         for i, what in enumerate(("numbers of an item", "tensors of an item")):
-            alike = all(len({one[i] for one in found}) == 1 for (of, _), found in items.items() if of == number)
-            yield seen.fact(4, f"DataLoader {number}: {what}", "are alike on all ranks", _yes(alike), step)
+            same = all(len({one[i] for one in found}) == 1 for (of, _), found in items.items() if of == number)
+            yield seen.fact(4, f"DataLoader {number}: {what}", "are alike on all ranks", _yes(same), step)
 
 
 def _loader(name: str, said: Sequence[Said[Loader]], seen: Seen) -> Iterator[Fact]:

@@ -202,9 +202,10 @@ def test_no_circles() -> None:
 
 def test_facts_are_read_beside_the_job() -> None:
     """Nothing that runs in a rank loads what folds facts, not even inside a function."""
-    seen, waiting = {"monitor.monitor"}, ["monitor.monitor", "commands._rank", "commands._own_verdict"]
+    modules, seen = _modules(), {"monitor.monitor"}
+    waiting = ["monitor.monitor", "commands._rank", "commands._own_verdict"]
     while waiting:
-        found = targets(MODULES, waiting.pop()) - seen
+        found = targets(modules, waiting.pop()) - seen
         seen |= found
         waiting += found
     assert "monitor.first_steps" in seen
