@@ -35,8 +35,9 @@ IDLE_SECONDS = 1.0
 #: Rows wait until there are so many, or for `IDLE_SECONDS`: waking up costs more than what a row needs. Messages do not
 #: wait.
 BATCH_ROWS = 4
-#: How long a rank that is done waits for the others before it leaves them.
-LEAVE_SECONDS = 2.0
+#: How long a rank that is done waits for the others before it leaves them; where one of them has unfinished business
+#: (a question, a companion that has just been started), longer.
+LEAVE_SECONDS, BUSY_SECONDS = 2.0, 10.0
 #: How long it waits in one gather: the others tick at least every `IDLE_SECONDS`, and at once when somebody leaves.
 _SILENCE_SECONDS = 2.0 * IDLE_SECONDS
 #: How long its thread may take to come back from a gather that was dropped: it looks every half second.
@@ -240,7 +241,11 @@ class Exchange:
     @property
     def impatient(self) -> bool:
         """Tell whether this rank is done and has waited for the others long enough."""
-        return self._closing is not None and time.monotonic() - self._closing > LEAVE_SECONDS
+        return self._closing is not None and time.monotonic() - self._closing > self._patience
+
+    @property
+    def _patience(self) -> float:
+        return max(BUSY_SECONDS, LEAVE_SECONDS) if self._busy or self._everyone_waits else LEAVE_SECONDS
 
     def close(self, timeout: float | None = None) -> bool:
         """Deliver what is queued, leave, and end the thread; return whether it does nothing any more.
@@ -252,8 +257,6 @@ class Exchange:
         """
         if self._thread is None:
             return True
-        if timeout is None:
-            timeout = LEAVE_SECONDS + 1.0
         if self._over:
             timeout = 0.0  # the thread is gone, or waits for somebody who does not come
         with self._wake_lock:
@@ -261,8 +264,10 @@ class Exchange:
             if self._closing is None:
                 self._closing = time.monotonic()
             self._wake.put(None)
-        until = time.monotonic() + timeout
-        while self._thread.is_alive() and time.monotonic() < until and not self._unanswered():
+        began = time.monotonic()
+        while self._thread.is_alive() and not self._unanswered():
+            if time.monotonic() - began > (self._patience + 1.0 if timeout is None else timeout):
+                break
             self._thread.join(0.1)
         if self._thread.is_alive():
             self._thread.join(_DROP_SECONDS if self._drop_group() else 0.3)
@@ -282,8 +287,10 @@ class Exchange:
                 return
             self._closing, self.parting = time.monotonic() if patient else -math.inf, True
             self._wake.put(None)
-        until = self._closing + LEAVE_SECONDS + 1.0
-        while self.parting and not self._over and time.monotonic() < until and not self._unanswered():
+        began = self._closing
+        while self.parting and not self._over and not self._unanswered():
+            if time.monotonic() - began > self._patience + 1.0:
+                break
             with suppress(queue.Empty):
                 self._parted.get(timeout=0.1)
 

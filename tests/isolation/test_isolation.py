@@ -178,6 +178,7 @@ _TAKEN_ONCE = {
         "processes/pusher.py": "in the process that sends a run to a hub",
     },
     "signal.signal": {
+        "companion/process.py": "in the process in which the rules judge",
         "hub/serve.py": "in the process of the hub",
         "preflight/sandbox/time_limit.py": "as above, put back",
         "processes/linger.py": "in the process that serves how a rank ended",

@@ -458,7 +458,7 @@ def test_gathered_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     del lists
     assert ref() is None
 
-    monkeypatch.setattr(loop_calls, "_GATHERED_BYTES", 15)
+    monkeypatch.setattr(loop_calls, "BOUND", 15)
     lists = [torch.ones(2), torch.ones(2)]
     ref = weakref.ref(lists[0])
     bus.emit(Gathered(lists, own, "a.py:4"))

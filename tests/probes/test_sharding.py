@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ _WORLD = 4
 
 
 @pytest.fixture(autouse=True)
-def no_group() -> Iterator[None]:
+def no_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining", raising=False)  # another test may have loaded it
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

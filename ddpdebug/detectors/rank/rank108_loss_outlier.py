@@ -393,8 +393,8 @@ class LossOutlier(StreakRule):
             others = [other for other in _ranks(window) if other != rank]
             noises = [spread([each.losses[other] - each.usual for each in window]) for other in others]
             # of a thousand ranks with noise alone the first is three deviations away, on both sides
-            spread = statistics.median(abs(opposite(each.losses.values()) - each.usual) for each in window) / 3
-            scale = max(statistics.median(noises) if noises else 0.0, spread, 1e-3 * level, 1e-12)
+            apart = statistics.median(abs(opposite(each.losses.values()) - each.usual) for each in window) / 3
+            scale = max(statistics.median(noises) if noises else 0.0, apart, 1e-3 * level, 1e-12)
             if abs(middle) >= max(self.outlier_z * scale, self.outlier_share * level):
                 yield _Outlier(rank, middle / scale, middle)
 
