@@ -267,6 +267,10 @@ class Companion:
         """Return what was found in what was told, and judge no step."""
         return self._at_once("news")
 
+    def wait(self) -> Reply:
+        """Return what comes of all that was told."""
+        return self._at_once("tick")
+
     def finish(self) -> Reply:
         """Return what is left, and what only the end shows."""
         return self._at_once("finish")

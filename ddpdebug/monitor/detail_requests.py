@@ -54,11 +54,20 @@ class Answering:
         value = answer(kind, record, self._sources)
         self._tell(Request(optimizer=record.optimizer, step=record.step, kind=kind), value)
 
+    def now(self, request: Request) -> Detail | None:
+        """Return the answer as far as it is known."""
+        record, part = self._record(request), f"answer:{request.kind}"
+        value = None if record is None else self._guard.run(part, self._try, answer, request.kind, record)
+        return None if value is _LATER else value
+
+    def _record(self, request: Request) -> StepRecord | None:
+        return (self._last if request.last else self._store).get(request.optimizer, request.step)
+
     def work(self, *, patient: bool) -> None:
         """Answer what can be answered; everything, if not `patient`."""
         asked, self._asked = self._asked, []
         for request, ticks in asked:
-            record = (self._last if request.last else self._store).get(request.optimizer, request.step)
+            record = self._record(request)
             part = f"answer:{request.kind}"
             if record is not None and patient and ticks < _TICKS:
                 known = self._guard.run(part, self._try, is_known, request.kind, record)

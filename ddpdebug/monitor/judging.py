@@ -29,7 +29,11 @@ from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.requests import Request
 from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step, are_many
+from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import Record, Saved, StepJudged
+
+#: So often questions may follow from answers at the end.
+_LAST_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +334,18 @@ class Judging:
         for found in self._unheard:
             run("diagnosis", self._to.report, found, 0)
         if self.judges and not self._takes_over:
-            run("diagnosis", lambda: self._to.report(self._companion.finish().found, 0))
+            run("diagnosis", self._finish)
         elif self._hears_itself:
             self.report_news()
+
+    def _finish(self) -> None:
+        """Judge to the end; what is asked only now, because the companion was slow, this rank alone can answer."""
+        for _ in range(_LAST_ROUNDS):
+            reply = self._companion.wait()
+            self._to.report(reply.found, 0)
+            if not reply.asks:
+                break
+            for asked in reply.asks:
+                about = asked.optimizer, asked.step, asked.kind
+                self._companion.answer(self.rank, *about, to_json(self._answering.now(asked)), asked.last)
+        self._to.report(self._companion.finish().found, 0)

@@ -236,6 +236,10 @@ class _Member:
         """Take questions, in the place of what answers them."""
         self.asked += requests
 
+    def now(self, request: Any) -> None:
+        """Answer a question of the end."""
+        self.asked.append(request)
+
     def tick(self, members: tuple[int, ...], *steps: int) -> None:
         """Take a tick that brings steps."""
         rows = tuple((rank, encode(_row(rank, step))) for step in steps for rank in members)
@@ -273,6 +277,17 @@ def test_the_first_rank_judges_and_says_to_all_what_was_found(members: list[_Mem
             rank.judging.hear_judge((0,), kind, fields)
     assert members[0].reported == members[1].reported == members[2].reported
     assert "RANK101" in members[0].reported
+
+
+def test_what_is_asked_at_the_end_is_answered_by_the_rank_that_judges(members: list[_Member]) -> None:
+    """A companion that starts slowly asks when the others have gone."""
+    first = members[0]
+    rows = tuple((rank, encode(_row(rank, step))) for step in range(_PARTED + 1) for rank in range(3))
+    first.judging.progress = 1 << 20
+    first.judging.take(Tick(rows, (), (0, 1, 2), 1 << 20))  # and no tick follows
+    first.judging.rest(lost=False)
+    assert {asked.kind for asked in first.asked} >= {"parameters"}
+    assert "RANK101" in first.reported
 
 
 def test_who_follows_judges_when_the_ranks_before_it_have_left(members: list[_Member]) -> None:
