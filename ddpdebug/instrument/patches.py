@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,10 +122,12 @@ class Patches:
         patch(torch.amp.GradScaler, "scale", "the loss scale", after=scaled, who=here, passes=leave)
         unscaled = [_emits(events.Unscaled, self._unscaled)]
         patch(torch.amp.GradScaler, "unscale_", "unscaled gradients", after=unscaled, who=here, passes=leave)
-        clipped = [_emits(events.Clipped, self._clipped)]
-        patch(torch.nn.utils, "clip_grad_norm_", "clipping", after=clipped, who=here, passes=leave)
-        clipped = [_emits(events.ValuesClipped, self._values_clipped)]
-        patch(torch.nn.utils, "clip_grad_value_", "clipping", after=clipped, who=here, passes=leave)
+        for name, kind, emit in (
+            ("clip_grad_norm_", events.Clipped, self._clipped),
+            ("clip_grads_with_norm_", events.Clipped, self._clipped_by),
+            ("clip_grad_value_", events.ValuesClipped, self._values_clipped),
+        ):
+            patch(torch.nn.utils, name, "clipping", after=[_emits(kind, emit)], who=here, passes=leave)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             patch(
                 owner,
@@ -349,9 +351,17 @@ class Patches:
     def _unscaled(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Unscaled())
 
-    def _clipped(self, norm: Any, parameters: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> None:
-        del parameters
-        self._bus.emit(events.Clipped(norm, float(max_norm), user_location()))
+    def _clipped(
+        self, norm: Any, parameters: Any = None, max_norm: Any = None, norm_type: Any = 2.0, *_: Any, **__: Any
+    ) -> None:
+        given = _given(parameters)
+        self._bus.emit(events.Clipped(norm, float(max_norm), user_location(), given, float(norm_type)))
+
+    def _clipped_by(
+        self, _: Any, parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *__: Any, **___: Any
+    ) -> None:
+        if is_a(total_norm, torch.Tensor):
+            self._bus.emit(events.Clipped(total_norm, float(max_norm), user_location(), _given(parameters)))
 
     def _values_clipped(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.ValuesClipped(user_location()))
@@ -411,6 +421,10 @@ class Patches:
 
     def _group_ends(self, group: Any = None) -> None:
         self._bus.emit(events.GroupEnds(last=group is None or group is dist.group.WORLD))
+
+
+def _given(parameters: Any) -> Sequence[torch.Tensor] | None:
+    return parameters if type(parameters) in {list, tuple} else None
 
 
 def _emits(kind: type[Event], emit: Callable[..., None]) -> Look:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,22 +107,60 @@ class Losses(Part, key="probe:losses"):
         return found
 
 
+class Clipping(NamedTuple):
+    """A clipping whose norm may still be on a device."""
+
+    norm: Callable[[], float]
+    limit: float
+    before_sync: bool  # of this rank's own gradients
+    location: str | None
+    given: frozenset[int] | None  # ids of the parameters, in a checked step
+    norm_type: float
+
+
 @dataclass(slots=True)
 class StepCalls(Part, key="probe:clip"):
     """Clippings, loads, and gathers that cut gradients."""
 
-    clips: list[Clip] = field(default_factory=list)
+    clippings: list[Clipping] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     gathered: list[announcements.Gathered] = field(default_factory=list)
 
-    def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return the newest clipping."""
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return the newest clipping; sharded gradients are reduced within backward."""
         flags = int(Flag.LOADED) if self.loads else 0
-        if not self.clips:
+        if not self.clippings:
             return {"flags": flags}
-        early = any([clip.before_sync for clip in self.clips])
+        early = record.sharding is None and any([clip.before_sync for clip in self.clippings])
         flags |= int(Flag.CLIPPED) | (int(Flag.CLIPPED_BEFORE_SYNC) if early else 0)
-        return {"flags": flags, "clip_norm": self.clips[-1].norm, "clip_max": self.clips[-1].max}
+        last = self.clippings[-1]
+        return {"flags": flags, "clip_norm": last.norm(), "clip_max": last.limit}
+
+    @property
+    def clips(self) -> list[Clip]:
+        """The clippings; may wait for a device."""
+        return [
+            Clip(norm=c.norm(), max=c.limit, before_sync=c.before_sync, location=c.location) for c in self.clippings
+        ]
+
+    @property
+    def euclidean(self) -> bool:
+        """Whether gradients were clipped, and by the 2-norm only."""
+        return bool(self.clippings) and not [1 for clip in self.clippings if clip.norm_type != 2]
+
+    @property
+    def given(self) -> set[int] | None:
+        """The ids of the parameters that were clipped, None where these are not known."""
+        given = [clip.given for clip in self.clippings if clip.given is not None]
+        return set().union(*given) if len(given) == len(self.clippings) else None
+
+    def goes_by_one(self) -> bool:
+        """Tell whether all clippings went by one norm and one limit: groups of parameters are clipped one by one."""
+        return len({(clip.norm(), clip.limit) for clip in self.clippings}) == 1
+
+    def let_go(self) -> None:
+        """Keep numbers."""
+        self.clippings = [clip._replace(norm=partial(float, clip.norm()), given=None) for clip in self.clippings]
 
 
 class LoopCalls:
@@ -148,15 +187,15 @@ class LoopCalls:
     def clipped(self, event: Clipped) -> None:
         """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
         state, norm = self._state, event.norm
-        sharded = any([watch.sharding is not None for watch in state.watches])  # its reduction is over with backward
-        alone = not state.wrappers and state.world > 1 and not sharded
+        alone = not state.wrappers and state.world > 1
         local = any([w.pending is not None for w in state.wrappers]) or alone
         norm = internals.own_part(norm) if internals.is_distributed(norm) and internals.is_whole(norm) else norm
-        # of parts the number is known by a collective, which is the job's to call
-        known = norm.device.type == "cpu" and not internals.is_distributed(norm)
-        value = float(norm) if known else float("nan")
-        state.since.parts[StepCalls].clips.append(
-            Clip(norm=value, max=event.limit, before_sync=local, location=event.location)
+        # of parts the number is known by a collective, which is the job's to call; one on a device costs a copy
+        known = not internals.is_distributed(norm) and (norm.device.type == "cpu" or state.checking)
+        read = loss_reader(norm.detach(), None) if known else lambda: math.nan
+        given = frozenset(map(id, event.given)) if state.checking and event.given is not None else None
+        state.since.parts[StepCalls].clippings.append(
+            Clipping(read, event.limit, local, event.location, given, event.norm_type)
         )
 
     def observed(self, name: str, loss: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Sharding:
     Args:
         slots: of each parameter the place of its class in the row, None where nothing of it is compared here.
         keys: of the classes.
+        holders: of each parameter how many ranks hold the same part, 0 where that is not known.
         names: those of the parameters, with the part where other ranks hold other ones.
         place: what is announced of them.
         text: what is compared, and what is not, for people.
@@ -43,6 +44,7 @@ class Sharding:
 
     slots: tuple[int | None, ...]
     keys: tuple[int, ...]
+    holders: tuple[int, ...]
     names: tuple[str, ...]
     place: MeshPlace
     text: str
@@ -64,6 +66,26 @@ class Sharding:
                 grad = internals.own_part(grad) if alike else grad
             found.append(grad)
         return found
+
+    def alone(self, parameters: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Return the gradients of parts that no other rank has, each with the position of its parameter."""
+        return [
+            (position, internals.own_part(parameter.grad))
+            for position, (slot, parameter) in enumerate(zip(self.slots, parameters, strict=True))
+            if slot is None and internals.is_distributed(parameter.grad)
+            if internals.is_distributed(parameter) and internals.is_laid_like(parameter.grad, parameter)
+        ]
+
+    def norms(self, of: Mapping[int, float], present: Iterable[int]) -> dict[str, float]:
+        """Return the columns of the row of gradients' norms, by position; none where not all can be told.
+
+        Args:
+            present: positions that have a gradient.
+        """
+        if any([not self.holders[position] or position not in of for position in present]):
+            return {}
+        shares = [norm / math.sqrt(self.holders[position]) for position, norm in of.items()]
+        return {"part_norm": math.hypot(*of.values()), "share_norm": math.hypot(*shares)}
 
     def columns(self, kind: str, digests: Sequence[tuple[int, int]]) -> dict[str, int]:
         """Return the columns of the row of some digests, each with the position of its parameter."""
@@ -107,6 +129,10 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
         name if slot is None or text is None or text == _EVERYWHERE else part_name(name, text)
         for name, slot, text in zip(names, slots, words, strict=True)
     )
+    holders = tuple(
+        _holders(text, parameter, is_owned, layout, world)
+        for text, parameter, is_owned, layout in zip(words, params, owned, layouts, strict=True)
+    )
     places = {p.dimension: (p.coordinate, p.size) for layout in layouts if layout is not None for p in layout.places}
     alone = sum(slot is None and text is not None for slot, text in zip(slots, words, strict=True))
     local = sum(text is None and not of_ddp for text, of_ddp in zip(words, owned, strict=True))
@@ -115,13 +141,26 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
         slots=slots,
         text=_text(parted, shared=sum(sizes[text] for text in chosen), alone=alone, local=local),
         keys=tuple(fingerprint.of_text(f"{model} {text}") for text in chosen),
+        holders=holders,
         names=parts,
         place=MeshPlace(
             places=places,
             classes={text: sizes[text] for text in chosen},
             alone=alone,
+            model=f"{model:016x}",
         ),
     )
+
+
+def _holders(text: str | None, parameter: Any, owned: bool, layout: internals.Layout | None, world: int) -> int:  # noqa: FBT001 - of a table
+    """Return how many ranks hold the same part, 0 where that is not known; experts of a rank are its own."""
+    if internals.has_stages() or owned or (layout is None and internals.is_distributed(parameter)):
+        return 0
+    return 1 if text is None else world // _parts(layout)
+
+
+def _parts(layout: internals.Layout | None) -> int:
+    return 1 if layout is None else math.prod(place.size for place in layout.apart)
 
 
 def _text(parted: Sequence[str], *, shared: int, alone: int, local: int) -> str:
@@ -137,7 +176,7 @@ def _is_shared(layout: internals.Layout | None, world: int) -> bool:
     """Tell whether other ranks hold the same part."""
     if layout is None:
         return True
-    return bool(layout.replicas) if internals.has_stages() else math.prod(place.size for place in layout.apart) < world
+    return bool(layout.replicas) if internals.has_stages() else _parts(layout) < world
 
 
 def _words(name: str, parameter: Any, owned: bool, layout: internals.Layout | None) -> str | None:  # noqa: FBT001 - of a table

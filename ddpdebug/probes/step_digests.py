@@ -47,6 +47,10 @@ class GradientDigests(Part, key="probe:step-gradients"):
     reduced_summed: Sequence[int] = ()
     reduced: device.LaterFloats = list
     unsummed: frozenset[int] = frozenset()  # positions whose gradients were normed but not summed in this step
+    alone: Sequence[int] = ()  # positions of parts that no other rank has, where clipping is looked into
+    alone_norms: device.LaterFloats = list
+    present: Sequence[int] = ()  # positions that have a gradient, likewise
+    clipped_all: bool = False  # clipping was given just these
 
     def table(self) -> dict[str, int]:
         """Return name -> digest."""
@@ -101,6 +105,11 @@ class GradientDigests(Part, key="probe:step-gradients"):
             if norms:
                 fields[name] = math.hypot(*norms.values()) / factor
                 flags |= 0 if certain or math.isfinite(fields[name]) else int(flag)
+        calls = record.since.parts.get(StepCalls)
+        if self.present and record.sharding is not None and calls is not None and calls.goes_by_one():
+            positions, norms = [*self.touched, *self.alone], [*self.touched_norms(), *self.alone_norms()]
+            fields |= record.sharding.norms(dict(zip(positions, norms, strict=True)), self.present)
+            flags |= int(Flag.CLIPPED_ALL) if self.clipped_all else 0
         return {**fields, "flags": flags}
 
     def _factor(self, record: StepRecord, reduced: Mapping[str, float]) -> float:
@@ -129,6 +138,8 @@ class GradientDigests(Part, key="probe:step-gradients"):
         """Keep numbers."""
         local, reduced, touched = self.local(), self.reduced(), self.touched_norms()
         self.local, self.reduced, self.touched_norms = lambda: local, lambda: reduced, lambda: touched
+        alone = self.alone_norms()
+        self.alone_norms = lambda: alone
 
 
 @dataclass(slots=True)
@@ -290,6 +301,10 @@ class StepDigests:
         read = [p.grad for p in watch.params] if sharding is None else sharding.readable_gradients(watch.params)
         digests, touched, touched_norms = gradients.digests_at_step(sums, watch.params, read)
         pairs = zip(watch.names, watch.params, strict=True)
+        calls = record.since.parts.get(StepCalls)
+        clipped = calls is not None and calls.euclidean and sharding is not None
+        present = [i for i, p in enumerate(watch.params) if p.grad is not None] if clipped else []
+        alone = sharding.alone(watch.params) if sharding is not None and clipped else []
         summed = [i for i, p in enumerate(watch.params) if id(p) in sums.local]
         reduced_summed = [i for i, p in enumerate(watch.params) if id(p) in sums.reduced]
         local = [sums.local[id(watch.params[i])] for i in summed]
@@ -304,6 +319,10 @@ class StepDigests:
             local=device.numbers([n for _, n in local] + [s for s, _ in local if s is not None]),
             reduced_summed=reduced_summed,
             reduced=device.numbers([r.norm for r in reduced] + [r.sum for r in reduced if r.sum is not None]),
+            alone=[i for i, _ in alone],
+            alone_norms=device.numbers(gradients.norms_of([part for _, part in alone])),
+            present=present,
+            clipped_all=clipped and calls is not None and calls.given == {watch.ids[i] for i in present},
             unsummed=frozenset(i for i in {*summed, *reduced_summed} if not sums.is_summed(id(watch.params[i]))),
         )
 

@@ -304,11 +304,18 @@ class Unscaled(Event):
 
 @dataclass(frozen=True, slots=True)
 class Clipped(Event):
-    """`clip_grad_norm_` has returned; `location` is the line that called it."""
+    """`clip_grad_norm_` or `clip_grads_with_norm_` has returned; `location` is the line that called it.
+
+    Args:
+        given: the parameters, None where they came from a generator, which is used up.
+        norm_type: 2 for the euclidean norm.
+    """
 
     norm: torch.Tensor
     limit: float
     location: str | None
+    given: Sequence[torch.Tensor] | None = None
+    norm_type: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class MeshPlace(Announcement):
         classes: what is compared, in words of where it lies -> how many parameters. Its ranks are those that say the
             same words.
         alone: parameters of which no other rank holds the same part.
+        model: digest of the parameters' names, whole shapes, dtypes and placements.
     """
 
     topic: ClassVar[str] = "mesh"
@@ -103,6 +104,7 @@ class MeshPlace(Announcement):
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
     alone: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

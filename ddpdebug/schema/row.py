@@ -81,6 +81,7 @@ class Flag(IntFlag):
     BATCH_SHRANK = 1 << 50  # ... or smaller ones
     ALONE = 1 << 51  # the step was not to be watched: this rank has a row of it because a number was not finite
     SHARDED = 1 << 52  # the optimizer steps DTensors: ranks hold parts of parameters, and share some of these
+    CLIPPED_ALL = 1 << 53  # the parameters that clipping was given are those of the optimizer that have gradients
     AVERAGED = 1 << 48  # with LOCAL_ONLY, where no rank has said so but later steps have shown it
 
 
@@ -205,6 +206,9 @@ class Row(NamedTuple):
     class_3_state: int = 0
     class_4_state: int = 0
     class_5_state: int = 0
+    # of gradients at the step, where an optimizer steps DTensors and all were clipped by one 2-norm
+    part_norm: float = float("nan")  # 2-norm of all that this rank holds
+    share_norm: float = float("nan")  # its share: squares of all ranks add up to those of the whole gradient
 
     @property
     def local_sums(self) -> tuple[float, ...]:

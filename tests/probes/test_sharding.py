@@ -167,3 +167,13 @@ def test_without_dtensors() -> None:
     sources = Path(ddpdebug.__file__).parent.rglob("*.py")
     imports = re.compile(r"^\s*(from|import) torch\.distributed\.(_?tensor|fsdp|device_mesh)\b", re.MULTILINE)
     assert [path.name for path in sources if imports.search(path.read_text("utf-8"))] == []
+
+
+def test_shares_of_a_norm_add_up() -> None:
+    """Each rank's share is its part by the number of ranks that hold the same; one unknown norm leaves none."""
+    sharding = _of(0, "fsdp over tp")
+    assert sharding.holders == (2, 4, 1)
+    found = sharding.norms({0: 3.0, 1: 2.0, 2: 4.0}, [0, 1, 2])
+    assert found["part_norm"] == pytest.approx(29**0.5)
+    assert found["share_norm"] == pytest.approx((9 / 2 + 4 / 4 + 16) ** 0.5)
+    assert sharding.norms({0: 3.0}, [0, 1]) == {}

@@ -1,0 +1,165 @@
+"""SYNC212: gradients are clipped by a norm that is not that of the whole gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from ddpdebug.detectors.examples import contract, step_at
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.sync.gradients import clip_location
+from ddpdebug.schema.announcements import MeshPlace
+from ddpdebug.schema.row import Flag
+
+_ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.CLIPPED_SCALED | Flag.CLOSURE
+_CHECKED = Flag.CHECKED | Flag.CLIPPED | Flag.SHARDED
+#: What `clip_grad_norm_` adds to the norm before it divides by it.
+_EPSILON = 1e-6
+_LEAST_NORM = 1e-4
+
+_PLACES: dict[int, Any] = {r: {"places": {"dp": [r // 2, 2], "tp": [r % 2, 2]}, "model": "m"} for r in range(4)}
+_MESH = Facts(topic="mesh:0", values=_PLACES)
+_WHOLE = math.sqrt(4 * 9.0 + 16.0)  # parts of 3 on each rank, and replicated norms of 4
+
+
+def _step(norm: Mapping[int, float] | float, *, limit: float = math.inf, flags: int = 0) -> tuple[Any, ...]:
+    """Return a step of four ranks with parts of norm 3 and 4, which were clipped by some norm."""
+    odd: dict[int, Any] = {}
+    for rank in range(4):
+        own = norm if isinstance(norm, float) else norm[rank]
+        factor = min(1.0, limit / (own + _EPSILON))
+        odd[rank] = {"clip_norm": own, "part_norm": 5 * factor, "share_norm": math.sqrt(9.0 + 4.0) * factor}
+    flags |= _CHECKED
+    step = step_at(3, odd=odd, flags=flags, clip_max=limit, contract=contract(4))
+    return _MESH, replace(step, facts={_MESH.topic: _MESH.values})
+
+
+class WrongClipNorm(Detector):
+    """The norm that clipping went by is not that of the whole gradient, each element of it counted once.
+
+    Of sharded training: each rank tells the norm of the gradients that it holds at the step, and how many ranks hold
+    the same. Squares add up to those of the whole gradient, before clipping has scaled it. `clip_grad_norm_` and
+    `clip_grads_with_norm_` say what they went by.
+
+    Impact: a norm of parts differs between ranks: each scales its part of the gradient by another factor, so that
+    the direction of the update is wrong and replicated parameters drift apart. One that counts replicas several times
+    clips too early, one that misses parameters too late, and what is logged changes with the number of ranks.
+
+    Diagnosis: `ratio` is the norm that was used by the whole one, `whole_norm`. `counted` says which sum gives the
+    number, if one does: that of each rank's own parts, or of all parts that ranks along some dimensions of the mesh
+    hold.
+
+    Causes:
+    - the norm of `grad.to_local()`, or of `DTensor.to_local()` of a norm, that was never reduced over the ranks
+    - squares of replicated gradients (norms, biases, routers) added once for each rank of tensor parallelism, or of
+      the dimension over which replicas are kept
+    - a reduction over one dimension of the mesh where the gradient is parted over two
+    - experts, embeddings or other groups of parameters that the norm leaves out, and the clipping does not
+    - squares averaged over the ranks (`ReduceOp.AVG`) where they are to be added
+
+    Remedy:
+    - give `clip_grad_norm_` the parameters as they are, DTensors included, where all are on one mesh
+    - over several meshes take `get_total_norm` for each group of parameters, `full_tensor()` of each, and
+      `clip_grads_with_norm_` with the root of the sum of their squares
+    - with plain tensors add the squares of sharded gradients over the ranks that hold parts, those of replicated ones
+      once
+    """
+
+    code = "SYNC212"
+    severity = Severity.ERROR
+    title = "gradients are clipped by a norm that is not that of the whole gradient"
+    reads = ("share_norm",)
+    of_several = True
+    all_ranks = True
+    wants = ("contract",)
+    norm_apart = Threshold(
+        0.01,
+        "difference between the norm that clipping used and that of the whole gradient, as a share of it",
+        source="chosen: norms that are added up in bfloat16 differ by 0.4 %, one LayerNorm counted twice by more",
+    )
+    fires_on = Examples(
+        lambda: _step(5.0, limit=1.0),
+        lambda: _step({0: 5.0, 1: 5.0, 2: 5.0, 3: 5.0}),
+        lambda: _step(math.sqrt(4 * 25.0), limit=2.0),
+        lambda: _step(math.sqrt(2 * 25.0)),
+        lambda: _step(6.0, flags=Flag.CLIPPED_ALL),
+    )
+    silent_on = Examples(
+        lambda: _step(_WHOLE, limit=1.0),
+        lambda: _step(_WHOLE * 1.004),
+        lambda: _step(6.0),  # what was clipped is not known, and may be a part of the parameters
+        lambda: _step(5.0, flags=Flag.SKIPPED),
+        lambda: _step(5.0, flags=Flag.CLIPPED_SCALED),
+        lambda: _step(math.nan),
+    )
+
+    def suspects(self, step: Step) -> bool:
+        return self._judged(step) is not None
+
+    def detect(self, step: Step) -> Findings:
+        if (found := self._judged(step)) is not None:
+            whole, counted = found
+            used = {str(rank): row.clip_norm for rank, row in step.rows.items()}
+            yield self.finding(
+                step,
+                ranks=tuple(step.rows),
+                subject=(),
+                phase="clipping",
+                location=clip_location(step),
+                evidence={
+                    "ratio": {rank: norm / whole for rank, norm in used.items()},
+                    "whole_norm": whole,
+                    "clip_norm": used,
+                    **({"counted": counted} if counted else {}),
+                },
+            )
+
+    def _judged(self, step: Step) -> tuple[float, str] | None:
+        """Return the norm of the whole gradient, and what was counted instead; None where nothing is wrong."""
+        if not (step.complete and step.all(Flag.SHARDED) and step.all(Flag.CLIPPED)) or step.any(_ON_PURPOSE):
+            return None
+        used = {rank: row.clip_norm for rank, row in step.rows.items()}
+        scale = {rank: min(1.0, row.clip_max / (row.clip_norm + _EPSILON)) for rank, row in step.rows.items()}
+        if not all(value > 0 for value in (*used.values(), *scale.values())):  # or not known
+            return None
+        parts = {rank: row.part_norm / scale[rank] for rank, row in step.rows.items()}
+        whole = math.hypot(*(row.share_norm / scale[rank] for rank, row in step.rows.items()))
+        told: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
+        alike = len({fact.model for fact in told.values()}) == 1 and len(told) == len(step.rows)
+        if not whole > _LEAST_NORM or not math.isfinite(whole) or not alike:
+            return None
+        apart = float(self.norm_apart)
+        if all(abs(norm - whole) <= apart * whole for norm in used.values()):
+            return None
+        for counted, sums in _other_sums(parts, told):
+            if all(abs(sums[rank] - norm) <= apart / 2 * norm for rank, norm in used.items()):
+                return whole, counted
+        replicas_agree = all(len({*shown.values()}) == 1 for shown in step.replicas("grads").values())
+        return (whole, "") if step.all(Flag.CLIPPED_ALL) and replicas_agree else None
+
+
+def _other_sums(parts: Mapping[int, float], told: Mapping[int, MeshPlace]) -> Iterator[tuple[str, dict[int, float]]]:
+    """Yield in words what may have been counted instead of the whole, with the norm that each rank then has."""
+    names = sorted({name for fact in told.values() for name in fact.places})
+    for number in range(len(names) + 1):
+        for over in combinations(names, number):
+            groups = {rank: _along(rank, over, told) for rank in parts}
+            sums = {rank: math.hypot(*(parts[other] for other in group)) for rank, group in groups.items()}
+            what = "all that each rank holds"
+            yield f"{what}, added over {' and '.join(over)}" if over else what, sums
+            if over:
+                means = {rank: total / math.sqrt(len(groups[rank])) for rank, total in sums.items()}
+                yield f"{what}, averaged over {' and '.join(over)}", means
+
+
+def _along(rank: int, over: Collection[str], told: Mapping[int, MeshPlace]) -> list[int]:
+    """Return the ranks that stand as one does on all dimensions but some."""
+    own = {name: tuple(place) for name, place in told[rank].places.items() if name not in over}
+    return [
+        other
+        for other, fact in told.items()
+        if own == {name: tuple(place) for name, place in fact.places.items() if name not in over}
+    ]
