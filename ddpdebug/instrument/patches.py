@@ -122,12 +122,12 @@ class Patches:
         patch(torch.amp.GradScaler, "scale", "the loss scale", after=scaled, who=here, passes=leave)
         unscaled = [_emits(events.Unscaled, self._unscaled)]
         patch(torch.amp.GradScaler, "unscale_", "unscaled gradients", after=unscaled, who=here, passes=leave)
-        for name, kind, emit in (
+        for name, event, emit in (
             ("clip_grad_norm_", events.Clipped, self._clipped),
             ("clip_grads_with_norm_", events.Clipped, self._clipped_by),
             ("clip_grad_value_", events.ValuesClipped, self._values_clipped),
         ):
-            patch(torch.nn.utils, name, "clipping", after=[_emits(kind, emit)], who=here, passes=leave)
+            patch(torch.nn.utils, name, "clipping", after=[_emits(event, emit)], who=here, passes=leave)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             patch(
                 owner,

@@ -107,8 +107,8 @@ class GradientDigests(Part, key="probe:step-gradients"):
                 flags |= 0 if certain or math.isfinite(fields[name]) else int(flag)
         calls = record.since.parts.get(StepCalls)
         if self.present and record.sharding is not None and calls is not None and calls.goes_by_one():
-            positions, norms = [*self.touched, *self.alone], [*self.touched_norms(), *self.alone_norms()]
-            fields |= record.sharding.norms(dict(zip(positions, norms, strict=True)), self.present)
+            positions, found = [*self.touched, *self.alone], [*self.touched_norms(), *self.alone_norms()]
+            fields |= record.sharding.norms(dict(zip(positions, found, strict=True)), self.present)
             flags |= int(Flag.CLIPPED_ALL) if self.clipped_all else 0
         return {**fields, "flags": flags}
 
