@@ -316,6 +316,8 @@ class Monitor:
     def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
         """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
 
+        Where a question is open, or the companion answers slowly, it takes up to 10 s more.
+
         A replay that is still at work is waited for up to 6 s more.
 
         Args:
