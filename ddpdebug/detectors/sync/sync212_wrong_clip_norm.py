@@ -18,7 +18,6 @@ _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.CLIPPED
 _CHECKED = Flag.CHECKED | Flag.CLIPPED | Flag.SHARDED
 #: What `clip_grad_norm_` adds to the norm before it divides by it.
 _EPSILON = 1e-6
-_LEAST_NORM = 1e-4
 
 _PLACES: dict[int, Any] = {r: {"places": {"dp": [r // 2, 2], "tp": [r % 2, 2]}, "model": "m"} for r in range(4)}
 _MESH = Facts(topic="mesh:0", values=_PLACES)
@@ -129,7 +128,7 @@ class WrongClipNorm(Detector):
         whole = math.hypot(*(row.share_norm / scale[rank] for rank, row in step.rows.items()))
         told: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
         alike = len({fact.model for fact in told.values()}) == 1 and len(told) == len(step.rows)
-        if not whole > _LEAST_NORM or not math.isfinite(whole) or not alike:
+        if not 0 < whole < math.inf or not alike:
             return None
         apart = float(self.norm_apart)
         if all(abs(norm - whole) <= apart * whole for norm in used.values()):
