@@ -78,7 +78,7 @@ class Beside:
             rank = os.pidfd_open(self._owner)
         try:
             detached.start("ddpdebug.companion.process", (theirs.fileno(), rank), (theirs.fileno(), rank))
-        except OSError:
+        except BaseException:  # an audit hook of the script's may raise anything
             self._socket.close()
             raise
         finally:
@@ -283,7 +283,7 @@ class Companion:
 
     def _at_once(self, *call: Any) -> Reply:
         """Return what comes of a call now, by the rules in this process if need be."""
-        reply = Reply()
+        reply, self._later = self._later, Reply()
         for _ in range(2):
             until = time.monotonic() + _AT_THE_END
             self._hear(reply, until)
