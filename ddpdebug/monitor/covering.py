@@ -113,9 +113,9 @@ class Covering:
         if known and bytes(self._store.get(key)).decode() == platform.node():
             self._claim = 0  # rank 0 has a terminal of its own, and speaks for its node
 
-    def ticked(self) -> None:
-        """Note that the ranks have exchanged something."""
-        self._phase = "met" if self._phase in {"meeting", "connecting"} else self._phase
+    def ticked(self, ranks: int) -> None:
+        """Note that so many ranks have exchanged something; one alone has met nobody."""
+        self._phase = "met" if ranks > 1 and self._phase in {"meeting", "connecting"} else self._phase
         self._ticked = self._clock()
 
     def lost(self, reason: str) -> None:

@@ -843,7 +843,7 @@ class Monitor:
         run = self._back.run
         judging = self._judging
         judging.progress = tick.progress
-        self.covering.ticked()
+        self.covering.ticked(len(tick.members))
         for ranks, message in (*tick.reports, *tick.messages):  # who fails says last that it has
             kind = str(message.get("kind"))
             if kind in _MESSAGES:

@@ -164,7 +164,9 @@ def _works(installed: Environment) -> None:
     place = installed("python", "-c", "import ddpdebug; print(ddpdebug.__file__)").strip()
     assert Path(place).is_relative_to(installed.programs.parent)
     assert "parameters differ between ranks" in installed("ddpdebug", "explain", "RANK101")
-    assert "everything is there" in installed("ddpdebug", "doctor")
+    doctor = installed("ddpdebug", "doctor")
+    assert "all restored" in doctor, doctor
+    assert "\noff: " not in doctor, doctor
     assert "Serve the hub" in installed("ddpdebug", "hub", "--help")
     check = ("ddpdebug", "check", "--nproc-per-node", "2", "job.py")
     assert "verdict: clean" in installed(*check)

@@ -295,7 +295,7 @@ def test_said_once_when_it_is_certain() -> None:
     assert line.startswith("nothing is compared between the ranks: rank 1 did not come (started without ddpdebug?); ")
     assert run.records[-1].coverage.complete is False
     assert run.after(5, steps=9) == ()
-    run.covering.ticked()
+    run.covering.ticked(2)
     run.covering.judged(_step(9))
     assert run.after(1, steps=10) == ("the ranks are compared now (2 of 2)",)
 
@@ -312,7 +312,7 @@ def test_said_before_the_first_step() -> None:
 def test_lost_in_the_middle() -> None:
     """From then on the ranks are compared until that step; the metric is 0."""
     run = _Run()
-    run.covering.ticked()
+    run.covering.ticked(2)
     run.covering.judged(_step(4))
     assert run.after(1, steps=5) == run.after(STEP_SECONDS, steps=5) == ()
     assert run.records[-1].coverage.compared_now == 2
@@ -325,12 +325,12 @@ def test_lost_in_the_middle() -> None:
 def test_ranks_that_fall_silent() -> None:
     """The group is not dead, but nobody answers while this rank trains on."""
     run = _Run()
-    run.covering.ticked()
+    run.covering.ticked(2)
     run.covering.judged(_step(4))
     run.after(0.5, steps=5)
     run.after(STEP_SECONDS, steps=5)
     assert "have not answered for 60 s" in run.after(61, steps=90)[0]
-    run.covering.ticked()
+    run.covering.ticked(2)
     run.covering.judged(_step(90))
     assert run.after(1, steps=91) == ("the ranks are compared now (2 of 2)",)
 
