@@ -58,6 +58,10 @@ class ParameterWithoutGradient(Detector):
             topic="alone:failure",
             values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "missing": ["aux.w"], "step": 12}},
         ),
+        lambda: Facts(
+            topic="alone:failure",
+            values={1: {"reason": f"RuntimeError: {_DDP_MESSAGE} ...", "named": ["aux.w"], "step": 8, "raised_in": 13}},
+        ),
         lambda: steps(5, **_UNUSED),
         lambda: step_at(
             1,
@@ -103,11 +107,13 @@ class ParameterWithoutGradient(Detector):
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         """Name the parameters when DDP itself ends the run: its own message gives indices at most."""
         for rank, fact in facts.items():
-            if isinstance(fact, Failure) and _DDP_MESSAGE in fact.reason and fact.missing:
+            if not isinstance(fact, Failure) or _DDP_MESSAGE not in fact.reason:
+                continue
+            if subject := fact.named or fact.missing:  # the step itself may not have been watched; the text knows
                 yield self.finding(
-                    step=fact.step,
+                    step=fact.step if not fact.raised_in else fact.raised_in - 1,
                     ranks=(rank,),
-                    subject=fact.missing[:MAX_NAMES],
+                    subject=subject[:MAX_NAMES],
                     evidence={"observed": "DDP ended the run: gradients of the previous step were not all reduced"},
                 )
 
