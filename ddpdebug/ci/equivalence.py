@@ -293,7 +293,7 @@ def _nudge(module: nn.Module, batch: Any, plan: Plan) -> Any:
 
     with torch.no_grad():
         for parameter in module.parameters():
-            own = internals.own_part(parameter) if internals.is_distributed(parameter) else parameter
+            own = internals.held_here(parameter)
             own.copy_(changed(own))
         return _moved(batch, changed)
 

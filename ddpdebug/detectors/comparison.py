@@ -78,12 +78,6 @@ def _class_columns(step: Step, kind: str) -> list[dict[int, object]]:
     return [{**nothing, **_relative([shown])} for shown in odd]
 
 
-def shares_parts(step: Step) -> bool:
-    """Whether ranks share parts of parameters: who computes with one model together is fed the same on purpose."""
-    told: list[Mapping[int, MeshPlace]] = _facts(step, "mesh:") if step.any(Flag.SHARDED) else []
-    return any(fact.classes for facts in told for fact in facts.values())
-
-
 def parted_over(step: Step, kind: str) -> Fields:
     """Return what a finding says of replicas that are at odds: over which dimensions, and which ranks should agree."""
     odd = [shown for shown in step.replicas(kind).values() if len({*shown.values()}) > 1]
@@ -130,13 +124,19 @@ def _groups(step: Step) -> list[Sequence[int]]:
 
 
 def averaging_groups(step: Step) -> Sequence[Sequence[int]]:
-    """Return the groups of ranks that average gradients with each other: all ranks, where nothing else is known."""
-    return sorted({tuple(group) for group in _groups(step)}) or [tuple(step.rows)]
+    """Return the groups of ranks that average gradients with each other.
+
+    All ranks, where nothing else is known; none, where ranks hold parts of parameters and nobody says who averages.
+    """
+    if not step.any(Flag.SHARDED):
+        return sorted({tuple(group) for group in _groups(step)}) or [tuple(step.rows)]
+    told: list[Mapping[int, MeshPlace]] = _facts(step, f"mesh:{step.optimizer}")
+    return sorted({fact.averages for facts in told for fact in facts.values() if fact.averages})
 
 
 def groups_beside(step: Step) -> set[tuple[int, ...]]:
     """Return the ranks of the smaller process groups that the script has made."""
-    told: list[Mapping[int, WrapperGroup]] = _facts(step, "group:")
+    told: list[Mapping[int, WrapperGroup | MeshPlace]] = [*_facts(step, "group:"), *_facts(step, "mesh:")]
     return {tuple(group) for facts in told for fact in facts.values() for group in fact.beside}
 
 

@@ -36,7 +36,7 @@ class PlainModels:
 
     def living(self) -> list[PlainModel]:
         """Return those that are followed and still live."""
-        if self._state.world > 1 or self._state.wrappers:
+        if self._state.wrappers or (self._state.world > 1 and not self._state.is_sharded):
             return []
         self._known = [model for model in self._known if model.module() is not None]
         for module in self._state.models():

@@ -151,6 +151,7 @@ class Recorder:
         bus.on("probe:by-hand", events.BackwardEnded, self._open_by_hand)
         bus.on("probe:by-hand", events.ForwardBegan, self._close_by_hand)
         bus.on("probe:by-hand", events.ModuleForwardBegan, self._close_by_hand)
+        bus.on("probe:batch", events.ModuleForwardBegan, self._module_forward)
         bus.on("probe:by-hand", events.GroupEnds, self._close_by_hand)
         bus.on("probe:wrapper", events.Averaged, self._averages)
 
@@ -201,6 +202,11 @@ class Recorder:
             noted.rng = noted.rng or rng_digest()
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
         self._started[-1] = self._now()
+
+    def _module_forward(self, event: events.ModuleForwardBegan) -> None:
+        """Note the inputs of a model that is sharded; of others nobody knows whether ranks should be fed alike."""
+        if torch.is_grad_enabled() and self._state.is_sharded:
+            self._look_at_batch(Tensors((event.args, event.kwargs)))
 
     def _look_at_batch(self, tensors: Tensors) -> None:
         noted = self._state.since.parts[Forwards]
@@ -435,9 +441,9 @@ class Recorder:
         state, run = self._state, self._guard.run
         if watch.refresh(state.wrappers, glance=not state.checking):
             run("probe:gradients", self._hook, watch)
-            watch.sharding = run("probe:sharding", self._look_at_meshes, watch)
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
+            watch.sharding = run("probe:sharding", self._look_at_meshes, watch)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         flags |= Flag.SHARDED if watch.sharding is not None else Flag(0)
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._averaged else Flag(0))
@@ -462,7 +468,11 @@ class Recorder:
     def _look_at_meshes(self, watch: OptimizerWatch) -> Sharding | None:
         """Find out which ranks share what, and announce it."""
         found = sharding_of(watch.names, watch.params, watch.owned, self._state.world)
-        if found is not None and (watch.sharding is None or watch.sharding.place != found.place):
+        if found is None:
+            return None
+        averages, beside = internals.ranks_of_averages(self._state.models()), tuple(internals.groups_beside())
+        found = replace(found, place=replace(found.place, averages=averages, beside=beside))
+        if watch.sharding is None or watch.sharding.place != found.place:
             self._announce(found.place, watch.index)
         return found
 

@@ -52,7 +52,7 @@ class Sharding:
     def readable(self, tensors: Sequence[Any]) -> list[Any]:
         """Return, of the parameters or of one tensor of each, what is read: a shared part in the place of a DTensor."""
         return [
-            internals.own_part(tensor) if slot is not None and internals.is_distributed(tensor) else tensor
+            tensor if slot is None else internals.held_here(tensor)
             for slot, tensor in zip(self.slots, tensors, strict=True)
         ]
 

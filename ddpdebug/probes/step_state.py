@@ -118,6 +118,11 @@ class StepState:
         """Tell whether a module is a model that trains without a DDP."""
         return any([ref() is module for ref in self._unwrapped])
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an optimizer steps DTensors."""
+        return any([watch.sharding is not None for watch in self.watches])
+
     def models(self) -> list[torch.nn.Module]:
         """Return the living models that train, without their wrappers."""
         found = [wrapper.module() for wrapper in self.wrappers] + [ref() for ref in self._unwrapped]

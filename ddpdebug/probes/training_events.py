@@ -199,7 +199,14 @@ class FirstForward(Event):
 class ModuleForwardBegan(Event):
     """A model that no DDP wraps is called."""
 
-    order = ("probe:by-hand", "probe:evaluation", "probe:recipe-forward", "probe:scene", "probe:numerics-forward")
+    order = (
+        "probe:by-hand",
+        "probe:evaluation",
+        "probe:batch",
+        "probe:recipe-forward",
+        "probe:scene",
+        "probe:numerics-forward",
+    )
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -96,6 +96,8 @@ class MeshPlace(Announcement):
         classes: what is compared, in words of where it lies -> how many parameters. Its ranks are those that say the
             same words.
         alone: parameters of which no other rank holds the same part.
+        averages: ranks over which FSDP2 averages gradients, this one among them; each should be fed other batches.
+        beside: other groups of the script that the rank is in, smaller than the world.
         model: digest of the parameters' names, whole shapes, dtypes and placements.
     """
 
@@ -104,6 +106,8 @@ class MeshPlace(Announcement):
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
     alone: int = 0
+    averages: tuple[int, ...] = ()
+    beside: tuple[tuple[int, ...], ...] = ()
     model: str = ""
 
 

@@ -38,12 +38,14 @@ from ddpdebug.torch_internals.dtensors import (
     Place as Place,
     any_distributed as any_distributed,
     has_stages as has_stages,
+    held_here as held_here,
     is_distributed as is_distributed,
     is_laid_like as is_laid_like,
     is_own as is_own,
     is_whole as is_whole,
     layout_of as layout_of,
     own_part as own_part,
+    ranks_of_averages as ranks_of_averages,
 )
 from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,
@@ -609,8 +611,12 @@ def is_leaf(module: torch.nn.Module) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor was written in place, None when it does not count (inference mode)."""
-    return None if tensor.is_inference() else int(names.version(tensor))
+    """Return how often a tensor was written in place, None when it does not count (inference mode).
+
+    Of a DTensor the part that this rank holds counts: FSDP2 adds gradients to that.
+    """
+    part = held_here(tensor)
+    return None if part.is_inference() else int(names.version(part))
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

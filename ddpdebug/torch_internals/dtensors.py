@@ -6,13 +6,16 @@ Its properties alone: `to_local` would make an edge of the graph, or a view, whi
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddpdebug.torch_internals.names import inherits
+from ddpdebug.torch_internals.names import FSDP_GROUP, FSDP_STATE, inherits
+from ddpdebug.torch_internals.trees import modules
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _KINDS = ("DTensor",)
@@ -74,6 +77,11 @@ def own_part(tensor: Any) -> torch.Tensor:
     return next(iter([value for value in inner if isinstance(value, torch.Tensor)]))
 
 
+def held_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, of a DTensor the elements that this rank holds."""
+    return own_part(tensor) if is_distributed(tensor) else tensor
+
+
 def is_laid_like(tensor: Any, other: Any) -> bool:
     """Whether two DTensors lie on the same mesh in the same way, so that ranks share both or neither."""
     return bool(tensor.placements == other.placements and tensor.device_mesh == other.device_mesh)
@@ -82,6 +90,19 @@ def is_laid_like(tensor: Any, other: Any) -> bool:
 def is_whole(tensor: Any) -> bool:
     """Whether every rank of a DTensor's mesh holds all of it."""
     return all([placed.is_replicate() for placed in tensor.placements])
+
+
+def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[int, ...]:
+    """Return the ranks over which FSDP2 averages the gradients of most of the parts that it wraps; none without it."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return ()
+    meshes: Counter[tuple[int, ...]] = Counter()
+    for module in [part for model in models for part in modules(model) if inherits(type(part), ("FSDPModule",))]:
+        with suppress(ValueError):  # a part with several groups of parameters: others say enough
+            group = getattr(getattr(module, FSDP_STATE)(), FSDP_GROUP)
+            if group is not None:  # the part has no parameters of its own
+                meshes[tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))] += 1
+    return max(meshes, key=lambda ranks: (meshes[ranks], len(ranks)), default=())
 
 
 def has_stages() -> bool:

@@ -13,15 +13,19 @@ import weakref
 import torch
 
 from ddpdebug.torch_internals import names
+from ddpdebug.torch_internals.dtensors import held_here
 
 
 class Seen:
-    """Knows a tensor again by its number and its memory; one without memory of its own is never known again."""
+    """Knows a tensor again by its number and its memory; one without memory of its own is never known again.
+
+    That of a DTensor is the memory of the part that this rank holds.
+    """
 
     __slots__ = ("_memory", "_number")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._number, self._memory = id(tensor), _memory_of(tensor)
+        self._number, self._memory = id(tensor), _memory_of(held_here(tensor))
 
     def is_alive(self) -> bool:
         """Return whether the tensor's memory is still there."""
@@ -32,7 +36,7 @@ class Seen:
         if id(tensor) != self._number or self._memory is None:
             return False
         memory = self._memory()
-        return memory is not None and memory is tensor.untyped_storage()
+        return memory is not None and memory is held_here(tensor).untyped_storage()
 
 
 class Memory:

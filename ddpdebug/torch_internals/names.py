@@ -379,6 +379,33 @@ COLLECTIVES = frozenset(
     }
 )
 
+# --- sharded training -------------------------------------------------------------------------------------------------
+
+_SHARDS = Feature("which ranks FSDP2 averages over", "batches of ranks that share parts of parameters are not compared")
+_FSDP = "torch.distributed.fsdp"
+
+
+def _fsdp_has(place: str, name: str) -> bool:
+    load(f"{place}.{name}")
+    return has(f"{place}.{name}") or named_in(f"{place}.__init__", name)
+
+
+FSDP_STATE = key(
+    f"{_FSDP}.FSDPModule._get_fsdp_state",
+    _SHARDS,
+    found=functools.partial(_fsdp_has, f"{_FSDP}.FSDPModule", "_get_fsdp_state"),
+    applies=dist.is_available,
+    by_doctor=True,
+)
+_STATE = f"{_FSDP}._fully_shard._fsdp_state.FSDPState"
+FSDP_GROUP = key(
+    f"{_STATE}._fsdp_param_group",
+    _SHARDS,
+    found=functools.partial(_fsdp_has, _STATE, "_fsdp_param_group"),
+    applies=dist.is_available,
+    by_doctor=True,
+)
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 _COMPILE = Feature("torch.compile", "compiled models are taken for others")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.comparison import averaging_groups, groups_beside, replica_groups, shares_parts
+from ddpdebug.detectors.comparison import averaging_groups, groups_beside, replica_groups
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Loader, Precision
+from ddpdebug.schema.row import Flag
 
 _SAMPLER: dict[str, Any] = {"distributed": True, "replicas": 4, "shuffle": True, "seed": 0, "iterations": 1}
 
@@ -26,6 +27,26 @@ def _pairs(group: Callable[[int], Mapping[str, Any]]) -> tuple[Any, ...]:
         for n in range(6)
     ]
     return (told, *(replace(step_at(n, odd=odd[n]), facts={"group:0": told.values}) for n in range(6)))
+
+
+def _on_mesh(batch: Callable[[int], int], averages: Sequence[Sequence[int]], *, beside: bool = False) -> Any:
+    """Return steps of four ranks that read the same records; `batch` numbers what each feeds its model."""
+    places: dict[int, Any] = {
+        rank: {
+            "averages": next(iter([ranks for ranks in averages if rank in ranks]), []),
+            "beside": [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]] if beside else [],
+        }
+        for rank in range(4)
+    }
+    told = Facts(topic="mesh:0", values=places)
+    fed = [
+        {r: {"record_digest": digest(41, n), "batch_digest": digest(40, n, batch(r))} for r in range(4)}
+        for n in (0, 1, 2)
+    ]
+    return (
+        told,
+        *(replace(step_at(n, odd=fed[n], flags=Flag.SHARDED), facts={"mesh:0": told.values}) for n in (0, 1, 2)),
+    )
 
 
 class SameBatches(Detector):
@@ -67,6 +88,9 @@ class SameBatches(Detector):
         lambda: _pairs(lambda rank: {"ranks": [0, 1, 2, 3]}),
         # groups that have nothing to do with it
         lambda: _pairs(lambda rank: {"ranks": [0, 1, 2, 3], "beside": [[rank % 2, rank % 2 + 2]]}),
+        # parameters are sharded: all ranks average, or 0 and 2 do, and 1 and 3
+        lambda: _on_mesh(lambda _: 0, averages=[[0, 1, 2, 3]]),
+        lambda: _on_mesh(lambda _: 0, averages=[[0, 2], [1, 3]], beside=True),
     )
     silent_on = Examples(
         lambda: steps(6),
@@ -77,13 +101,20 @@ class SameBatches(Detector):
         lambda: (_same(0), step_at(1), _same(2), step_at(3), _same(4)),
         # tensor parallel: the pairs 0-1 and 2-3 hold one model each, 0 and 2 average, and 1 and 3
         lambda: _pairs(lambda rank: {"ranks": [rank % 2, rank % 2 + 2]}),
+        # FSDP2 over tensor parallelism: the pairs 0-1 and 2-3 compute together, 0 and 2 average, and 1 and 3
+        lambda: _on_mesh(lambda rank: rank // 2, averages=[[0, 2], [1, 3]]),
+        lambda: _on_mesh(lambda rank: rank // 2, averages=[[0, 1, 2, 3]], beside=True),
+        # parts of parameters, and nobody says who averages
+        lambda: _on_mesh(lambda _: 0, averages=[]),
+        # the same sequences, of which each takes its part
+        lambda: _on_mesh(lambda rank: rank, averages=[[0, 1, 2, 3]]),
         # sequence parallel: all average, and the pairs have a group to exchange keys and values in
         lambda: _pairs(lambda rank: {"ranks": [0, 1, 2, 3], "beside": [[rank // 2 * 2, rank // 2 * 2 + 1]]}),
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # -> (step, digest)
+        self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, Hashable]]] = {}  # -> (step, digests)
         self._loader: str | None = None  # the line that iterates over the loader that was begun last
         self._forward: str | None = None  # the line that calls the model
 
@@ -96,18 +127,18 @@ class SameBatches(Detector):
 
     def detect(self, step: Step) -> Findings:
         shown = _fingerprints(step)
-        if not shown or shares_parts(step):
+        if not shown:
             return
         if step.chosen:  # who is fed alike is asked for (`wants_all`); who is not is seen here
             self._runs = {key: run for key, run in self._runs.items() if not _unlike(key, step.optimizer, shown)}
             return
-        alike: dict[int, list[int]] = {}
+        alike: dict[Hashable, list[int]] = {}
         for rank, value in shown.items():
             alike.setdefault(value, []).append(rank)
         # Stages of a pipeline and slices of one model or one sequence are fed the same records on purpose.
         families = _families(step) if len(alike) < len(shown) else []
         parts = [(value, tuple(sorted(family & set(ranks)))) for value, ranks in alike.items() for family in families]
-        beside = groups_beside(step) if parts else set()
+        beside = groups_beside(step) - {tuple(sorted(family)) for family in families} if parts else set()
         groups = {ranks: value for value, ranks in parts if len(ranks) > 1 and ranks not in beside}
         enough = int(self.same_batches_steps)
         runs = {key: run for key, run in self._runs.items() if key[0] != step.optimizer}
@@ -151,7 +182,7 @@ class SameBatches(Detector):
             yield self._report(self.next_step, self.next_step, groups, "place in the sampler", self._loader)
 
 
-def _unlike(key: tuple[int, tuple[int, ...]], optimizer: int, shown: Mapping[int, int]) -> bool:
+def _unlike(key: tuple[int, tuple[int, ...]], optimizer: int, shown: Mapping[int, Hashable]) -> bool:
     """Return whether some of the ranks of a run were fed differently."""
     return key[0] == optimizer and len({shown[rank] for rank in key[1] if rank in shown}) > 1
 
@@ -162,11 +193,11 @@ def _families(step: Step) -> list[set[int]]:
     return list(map(set, sorted({tuple(sorted({*f} & {*g})) for f in replica_groups(step) for g in together})))
 
 
-def _fingerprints(step: Step) -> dict[int, int]:
-    """Return rank -> fingerprint of what it was fed: the records where all ranks have them, else the model's inputs."""
-    if len(step.rows) < 2:
-        return {}
-    for name in ("record_digest", "batch_digest"):
-        if step.known(name):
-            return {rank: int(getattr(row, name)) for rank, row in step.rows.items()}
-    return {}
+def _fingerprints(step: Step) -> dict[int, Hashable]:
+    """Return rank -> fingerprint of what it was fed: the records where all ranks have them, else the model's inputs.
+
+    Both, where parts of parameters are shared: ranks may read the same sequences, and take other parts of them each.
+    """
+    known = [name for name in ("record_digest", "batch_digest") if len(step.rows) > 1 and step.known(name)]
+    names = known if step.any(Flag.SHARDED) else known[:1]
+    return {rank: tuple(int(getattr(row, name)) for name in names) for rank, row in step.rows.items()} if names else {}
