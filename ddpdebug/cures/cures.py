@@ -161,6 +161,8 @@ def _divide(case: Case) -> None:
     """Divide the loss by the number of micro-batches."""
     source = case.source
     statement, parts = case.statement, case.finding.evidence.get("micro_batches")
+    if case.finding.evidence.get("divided_by", 1) != 1:
+        raise CannotError("the loss is divided already, by another number")
     if type(parts) is not int or parts < 2:
         raise CannotError("the number of micro-batches is not known")
     found = [call for words, call in source.calls(statement) if words.endswith(".backward") and not call.args]
@@ -354,6 +356,8 @@ def cure(data: bytes, finding: Finding, line: int | None) -> tuple[Source, str]:
     found = CURES.get(finding.code)
     if found is None:
         raise CannotError(f"{finding.code} has no mechanical cure; see ddpdebug explain {finding.code}")
+    if finding.phase is not None and finding.code.startswith(("DATA", "RCP")):
+        raise CannotError(f"{finding.title}: that has no mechanical cure")
     source = Source(data)
     found(Case(source, finding, line))
     source.changed()

@@ -36,16 +36,16 @@ _FLOOR = 0.05
 #: Magnitudes are the middle of steps from one of these to the next.
 _WINDOWS = (0, 8, 16, 32, 64, 128, 256, 512, 1024)
 _ORDER = (
-    (6, Flag.GRADS_CARRIED, "gradients that a step has used are added to"),
+    (6, Flag.GRADS_CARRIED, "a step uses gradients that are not its own, or a loss twice"),
     (6, Flag.GRADS_DISCARDED, "gradients are cleared before a step has used them"),
     (6, Flag.STEPPED_TWICE, "another optimizer has stepped the same parameters since the backward"),
-    (6, Flag.CLIPPED_SCALED, "clipping sees gradients that carry the loss scale"),
+    (6, Flag.CLIPPED_SCALED, "clipping sees gradients that carry the loss scale, or that no step uses"),
     (6, Flag.SCHEDULED_OFTEN, "a scheduler is stepped several times for a step"),
     (6, Flag.SCHEDULED_ELSEWHERE, "the learning rate is set where it is not read"),
     (6, Flag.FEWER_FORWARDS, "there are fewer forwards than backwards"),
     (6, Flag.CLOSURE, "it evaluates a closure"),
     (5, Flag.CLIPPED, "gradients are clipped"),
-    (5, Flag.MEANS_ADDED, "means of micro-batches are added as they are, or divided twice"),
+    (5, Flag.MEANS_ADDED, "the losses of its micro-batches are not weighted as one mean"),
     (5, Flag.GRADS_WRITTEN, "something else than clipping changes gradients"),
     (7, Flag.SKIPPED, "steps are skipped by the loss scaler"),
     (7, Flag.FORWARD_NONFINITE, "outputs of modules are not finite"),

@@ -413,8 +413,8 @@ class Patches:
     def _pauses(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Paused())
 
-    def _loaded(self, _: Any, loaded: Any, *__: Any, **___: Any) -> None:
-        self._bus.emit(events.Loaded(type(loaded).__name__, user_location()))
+    def _loaded(self, result: Any, loaded: Any, *_: Any, **__: Any) -> None:
+        self._bus.emit(events.Loaded(type(loaded).__name__, user_location(), loaded, result))
 
     def _averages(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Averaged())

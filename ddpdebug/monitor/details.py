@@ -168,19 +168,16 @@ def _buffers(record: StepRecord, _: Sources) -> BufferDigests:
 
 
 def _modes(record: StepRecord, sources: Sources) -> Modes:
-    seen = list(record.since.parts[Forwards].modes)
+    seen = record.since.parts[Forwards].modes
     modes: dict[str, bool] = {}
-    position = 0
     wrappers = tuple(sources.state.wrappers)
     for wrapper in wrappers:
         ddp = wrapper.ref()
-        if ddp is None or position >= len(seen):
+        if ddp is None:
             continue
         prefix = f"ddp{wrapper.index}." if len(wrappers) > 1 else ""
-        for name, _ in internals.named_modules(ddp.module):
-            if position < len(seen):
-                modes[prefix + (name or "(model)")] = bool(seen[position])
-            position += 1
+        known = zip(internals.named_modules(ddp.module), seen.get(wrapper.index, b""), strict=False)
+        modes |= {prefix + (name or "(model)"): bool(training) for (name, _), training in known}
     return Modes(training=modes)
 
 

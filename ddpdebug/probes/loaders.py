@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,13 +28,15 @@ from ddpdebug.probes.training_events import (
     SubsetMade,
     WorkersBegan,
 )
-from ddpdebug.schema.announcements import Announce, AwaitedLoader, Loader, StreamEnded
+from ddpdebug.schema.announcements import Announce, AwaitedLoader, Loader, RepeatedDeliveries, StreamEnded
 from ddpdebug.schema.details import hex_digest
 
 #: Read of each tensor of a batch.
 RECORD_BYTES = 1 << 18
 #: So many batches that training gets are looked at together first, twice as many each time that it has been told.
 _BATCHES = 8
+#: Batches of each loader that are compared with the ones before them.
+_PAIRS = 16
 #: Another loader is waited for where that takes so many times as long as the one that was told, twice in a row.
 _CLEARLY = 1.5
 
@@ -52,6 +54,17 @@ class Deliveries(Part, key="probe:loader"):
         return {"record_digest": combined(self.fed)}
 
 
+@dataclass(slots=True)
+class _Pairs:
+    """Batches of a loader, each compared with the one before."""
+
+    workers: int
+    location: str | None
+    newest: int = 0
+    batches: int = 0
+    again: int = 0
+
+
 class Loaders:
     """Watches every DataLoader of the process, numbered in order of first use."""
 
@@ -60,6 +73,7 @@ class Loaders:
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
         self._begun: dict[str, int] | None = None  # a pass over a stream, until its iterator is known
+        self._pairs: dict[int, _Pairs] = {}  # by the number of the loader
         self._streams: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators' loaders
         self._newest = 0
@@ -108,6 +122,7 @@ class Loaders:
         place = {"loader": known["index"], "iterations": known["iterations"], "began": step, "batches": 0}
         self._begun = place if streams else None
         split, line = self._splits.of(loader.dataset), user_location()
+        self._pairs.setdefault(known["index"], _Pairs(loader.num_workers, line))
         self._announce(Loader(**_settings(loader), **about, indices=split, location=line, step=step), known["index"])
 
     def _subset_made(self, event: SubsetMade) -> None:
@@ -136,8 +151,20 @@ class Loaders:
         values = [fingerprint.sampled_fingerprint(t, RECORD_BYTES)[0] for t in tensors]
         deliveries = since.parts[Deliveries]
         deliveries.newest = combined(values)
+        self._compare(event.iterator, deliveries.newest)
         if not self._whole:
             deliveries.tensors |= dict.fromkeys(values, deliveries.newest)
+
+    def _compare(self, iterator: Any, value: int) -> None:
+        """Count the batches that are the one before again, and announce how many of the first ones are."""
+        pairs = self._pairs.get(self._numbers.get(iterator, -1))
+        if pairs is None or pairs.batches >= _PAIRS or self._whole:
+            return
+        pairs.again += bool(value) and value == pairs.newest
+        pairs.batches, pairs.newest = pairs.batches + 1, value
+        if pairs.batches == _PAIRS and pairs.again:
+            told = RepeatedDeliveries(batches=_PAIRS, again=pairs.again, workers=pairs.workers, location=pairs.location)
+            self._announce(replace(told, step=self._state.next_step()))
 
     def _note_wait(self, seconds: float, number: int) -> None:
         """Tell which loader training waits for, once it is clearly another one."""

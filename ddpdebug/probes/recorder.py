@@ -53,7 +53,8 @@ _LONELY_BACKWARDS = 8
 class Forwards(Part, key="probe:forward"):
     """What DDP's forwards were given and gave, as digests."""
 
-    modes: bytes = b""  # train or eval, of every module
+    modes: dict[int, bytes] = field(default_factory=dict)  # of each DDP, train or eval of every module
+    pending: dict[int, bytes] = field(default_factory=dict)  # likewise, of the newest forward: no backward has come
     rng: int = 0  # of the CPU's generator before the first one
     drawn: bool = False  # one of them has drawn from it
     batch: list[LaterOne] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Forwards(Part, key="probe:forward"):
         """Return one digest of each."""
         flags = int(Flag.RNG_USED_IN_FORWARD) if self.drawn else 0
         found = {
-            "modes_digest": fingerprint.of_bytes(self.modes) if self.modes else 0,
+            "modes_digest": fingerprint.of_bytes(b"".join(self.modes.values())) if self.modes else 0,
             "batch_digest": combined(_read(self.batch)),
             "output_digest": combined(_read(self.output)),
             "rng_digest": self.rng,
@@ -198,7 +199,7 @@ class Recorder:
         for told in self._guard.run("probe:constants", wrapper.settings.at_forward, ddp.module, step) or ():
             self._announce(replace(told, step=step), wrapper.index)
         if self._state.checking:
-            noted.modes += bytes([internals.in_train_mode(m) for m in internals.modules(ddp.module)])
+            noted.pending[wrapper.index] = bytes([internals.in_train_mode(m) for m in internals.modules(ddp.module)])
             noted.rng = noted.rng or rng_digest()
         self._guard.run("probe:batch", self._look_at_batch, event.tensors)
         self._started[-1] = self._now()
@@ -272,6 +273,10 @@ class Recorder:
         state, roots = self._state, event.roots
         state.in_backward += 1
         self._started.append(self._now())
+        noted = state.since.parts[Forwards]  # a forward that no backward follows, of a look at outputs, does not train
+        for index, modes in noted.pending.items():
+            noted.modes[index] = noted.modes.get(index, b"") + modes
+        noted.pending.clear()
         known = "probe:scaler" not in self._guard.off  # else nobody knows what the loss was multiplied with
         if known and len(roots) == state.in_backward == 1 and internals.is_plain(roots[0]) and roots[0].numel() == 1:
             scale = self._calls.take_scale()

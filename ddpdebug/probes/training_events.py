@@ -553,10 +553,12 @@ class Paused(Event):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Event):
-    """`load_state_dict` of a model or an optimizer has returned; `what` is its class."""
+    """`load_state_dict` of a model or an optimizer, `thing`, has returned `result`; `what` is its class."""
 
     what: str
     location: str | None
+    thing: Any = None
+    result: Any = None
 
 
 @dataclass(frozen=True, slots=True)

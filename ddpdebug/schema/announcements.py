@@ -264,6 +264,20 @@ class Items(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedDeliveries(Announcement):
+    """How many of a loader's batches were the same as the one that it had delivered before; with its first ones."""
+
+    topic: ClassVar[str] = "alone:deliveries"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    batches: int
+    again: int  # of these
+    workers: int = 0
+    location: str | None = None  # that iterates over the loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputStatistics(Announcement):
     """What the k-th DDP's first layer with weights was given in its first training forwards."""
 
@@ -679,6 +693,8 @@ class LabelCounts(Announcement):
     largest: int = 0  # the most frequent class
     share: float = 0.0  # of it
     weighted: bool = False  # the classes carry weights in the loss
+    padding: int | None = None  # the class that the model's embedding pads with, where the loss averages as it is
+    padded: int = 0  # labels of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -842,8 +858,34 @@ class UnusedSchedule(Announcement):
     length: int | None = None  # calls until its rate is at its lowest, of one that was stepped
     left: float = 0.0  # of the rate then, as a share of what it begins with
     passes: int = 0  # backward passes, where the run came to its end
+    world: int | None = None  # ranks, where its optimizer stepped to that end
     begins_again: bool = False  # it is at its start, and its optimizer has come with `steps` behind it
     location: str | None = None  # where it is stepped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(Announcement):
+    """What a load has restored, or an optimizer begins with; see training_loop/resume.py.
+
+    Args:
+        kind: names that have not fitted, parameters that were overwritten since, an optimizer without state whose
+            schedule goes on, one that was built anew again and again, or one that comes with steps behind it.
+    """
+
+    topic: ClassVar[str] = "alone:restored"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["names", "overwritten", "optimizer", "rebuilt", "resumed"]
+    class_name: str = field(metadata=called("class"))
+    names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
+    fitted: int = 0  # parameters that were
+    number: int = 0  # of all
+    others: int = 0  # names in what was loaded that the module has not
+    schedule: str | None = None  # class
+    calls: int = 0  # of that, or optimizers that began anew
+    steps: int = 0  # of the optimizer, or of the one before
+    location: str | None = None  # of the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -970,6 +1012,7 @@ TOPICS = _by_topic(
         RandomDraws,
         StreamEnded,
         RepeatedOrder,
+        RepeatedDeliveries,
         Targets,
         Gathered,
         Agreement,
@@ -997,6 +1040,7 @@ TOPICS = _by_topic(
         TrainModeValidation,
         EvalDraws,
         UnusedSchedule,
+        Restored,
         TokenChange,
         ValidationLine,
         Hang,

@@ -400,16 +400,17 @@ class EvalForwards(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriedGradients(Struct):
-    """A step with gradients that were not cleared after the one before."""
+    """A step with gradients that are not its own: of the step before, of another loss, or of one loss twice."""
 
     location: str | None = None
+    kind: str | None = field(default=None, metadata=ABSENT)  # "loss" or "twice"; None: of the step before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardedGradients(Struct):
     """Gradients that were cleared before the step."""
 
-    kind: str  # "all" or "micro-batches"
+    kind: str  # "all", "micro-batches" or "end of epoch": these, as another epoch has begun
     count: int = 0
     location: str | None = None
 
@@ -424,12 +425,15 @@ class SteppedTwice(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Struct):
-    """Several micro-batches, each of the mean of a loss."""
+    """The micro-batches of a step, each of the mean of a loss, where together they are not one mean."""
 
     micro_batches: int
     location: str | None = None
     loss: str | None = None  # the loss function, as in the graph: "MseLoss"
-    divided_by: float | None = field(default=None, metadata=ABSENT)  # a number of which one factor is too many
+    divided_by: float | None = field(default=None, metadata=ABSENT)  # all numbers together; None: by none
+    ranks: int | None = field(default=None, metadata=ABSENT)  # over which gradients are averaged
+    classes: bool | None = field(default=None, metadata=ABSENT)  # the loss is a cross entropy
+    counts: tuple[float, ...] | None = field(default=None, metadata=ABSENT)  # least, most elements of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,10 +457,11 @@ class ScheduledElsewhere(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledClip(Struct):
-    """A clipping of gradients that still carried the loss scale."""
+    """A clipping of gradients that still carried the loss scale, or of none that a step has used."""
 
     location: str | None = None
     scale: float | None = None  # None where it is on a device
+    idle: bool | None = field(default=None, metadata=ABSENT)  # between a step and the next backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

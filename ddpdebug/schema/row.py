@@ -60,13 +60,15 @@ class Flag(IntFlag):
     NEAR_OVERFLOW = 1 << 28  # a 16-bit output or gradient above half of what its dtype can hold
     GUARD_SKIPPED = 1 << 29  # the numeric guard did not let this step happen
     EVAL_MODE = 1 << 30  # the model, or a part that trains, was in eval mode in every forward that trained
-    GRADS_CARRIED = 1 << 31  # gradients of this step were added to those that its optimizer had used before
+    GRADS_CARRIED = (
+        1 << 31
+    )  # gradients of the step were not its own (those of the step before, of another loss), or twice
     GRADS_DISCARDED = 1 << 32  # gradients of a backward were cleared before any optimizer had stepped
     STEPPED_TWICE = 1 << 33  # since another optimizer stepped some of the same parameters no backward has come
-    CLIPPED_SCALED = 1 << 34  # clipping saw gradients that still carried the loss scale
+    CLIPPED_SCALED = 1 << 34  # clipping saw gradients that still carried the loss scale, or none that a step used
     SCHEDULED_OFTEN = 1 << 35  # one scheduler was stepped several times since the optimizer step before
     SCHEDULED_ELSEWHERE = 1 << 36  # the learning rate was set where this optimizer does not read it
-    MEANS_ADDED = 1 << 37  # each of several backward passes was given the mean of a loss as it was, or divided twice
+    MEANS_ADDED = 1 << 37  # the losses of the step's backward passes, as far as that is known, make no one mean
     SINGLE_CLASS = 1 << 38  # all class labels of the step's losses were the same
     VAL_LOSS_SEEN = 1 << 39  # nobody has told `val_loss`: it was seen in an evaluation of the script
     LAST_STATE = 1 << 40  # not a step: what this rank's last step has left, read in full when the run ended
@@ -98,7 +100,7 @@ class Row(NamedTuple):
     micro_batches: int = 0  # backward passes that fed this step
     without_grad: int = 0  # trainable parameters of this optimizer without a gradient
     # agreement
-    modes_digest: Digest = Digest(0)  # train/eval of every module, at the first forward with gradients
+    modes_digest: Digest = Digest(0)  # train/eval of every module, at the forwards that a backward follows
     batch_digest: Digest = Digest(0)  # forward inputs; expected to DIFFER between ranks
     record_digest: Digest = Digest(0)  # what the DataLoader delivered, labels included; expected to DIFFER
     output_digest: Digest = Digest(0)  # forward outputs; compared only where batch and weights agree

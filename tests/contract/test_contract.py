@@ -53,6 +53,7 @@ _UNFILLED = {name for name in Row._fields if name.startswith("class_")}
 _UNUSUAL = {
     ("place", "gpu_uuid"),
     ("place", "device"),
+    ("recipe", "accumulation.counts"),  # rcp809_means_of_uneven_parts.py
     ("alone:loss", "operation"),  # hlth714_cross_entropy_over_one_output.py
     *(("numerics", f"{found}.candidates") for found in ("loss", "loss_backward")),
 }

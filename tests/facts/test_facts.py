@@ -68,10 +68,10 @@ def facts(recording: Recording, directory: Path) -> Facts:
         ("rcp805_accuracy_of_the_training_set", 2, "lines that evaluate in train mode was 1, now 2"),
         ("data901_stream_not_split", 4, "that of another rank in the same step was rarely or never, now often"),
         ("data907_balancing_sampler_not_used", 4, "sampler was WeightedRandomSampler, now RandomSampler"),
-        ("rcp809_window_not_divided", 5, "added as they are, or divided twice was never, now in each step"),
+        ("rcp809_window_not_divided", 5, "not weighted as one mean was never, now in each step"),
         ("rcp806_schedule_never_stepped", 5, "learning rate at step 16 was 0.04665, now 0.05"),
         ("sync204_hook_sums", 5, "reduced gradient as a multiple of the mean was 1, now 4"),
-        ("rcp808_zero_grad_missing", 6, "gradients that a step has used are added to was never, now in"),
+        ("rcp808_zero_grad_missing", 6, "gradients that are not its own, or a loss twice was never, now in"),
         ("sync211_group_of_the_node", 8, "ddp0: reduces over was all ranks, now 2 ranks"),
     ],
 )

@@ -348,6 +348,29 @@ def test_labels_that_are_ignored_do_not_count() -> None:
     assert not labels.take({})
 
 
+@pytest.mark.parametrize(
+    ("targets", "padded"),
+    [
+        ([1, 2, 0, 0, 0, 2, 0, 0], 5),
+        ([1, 2, 0, 1, 2, 1, 0, 2], 0),  # each text ends with it
+        ([1, 2, 2, 1, 2, 1, 1, 2], 0),
+    ],
+)
+def test_padding_among_the_labels(targets: list[int], padded: int) -> None:
+    """It comes several times in a row, of what the model's embedding pads with."""
+    labels = Labels()
+    labels.read(
+        terms(functional.cross_entropy(torch.randn(8, 3, requires_grad=True), torch.tensor(targets)), by_scaler=False)[
+            0
+        ]
+    )
+    models = [nn.Sequential(nn.Embedding(5, 2, padding_idx=1), nn.Embedding(3, 2, padding_idx=0))]
+    counts, other = labels.counts(models), labels.counts()
+    assert counts is not None
+    assert other is not None
+    assert (counts.padding, counts.padded, other.padding, other.padded) == (0, padded, None, 0)
+
+
 def write(model: nn.Module, change: str) -> None:
     for p in model.parameters():
         assert p.grad is not None
@@ -713,6 +736,22 @@ def test_a_schedule_that_nothing_has_stepped() -> None:
     assert seen.at_end() == [UnusedSchedule(class_name="ReduceLROnPlateau", steps=5)]
     seen.moved(plateau)  # step(metric)
     assert seen.at_end() == []
+
+
+def test_how_long_a_schedule_is_says_something_where_the_run_ends_with_it() -> None:
+    """Not where another stage has followed, nor of one that was restored: it began in another run."""
+    weight = nn.Parameter(torch.ones(1))
+    seen, optimizers = Schedules(ENTRIES), [torch.optim.SGD([weight], lr=1.0) for _ in range(3)]
+    schedules = [noted(seen, CosineAnnealingLR(optimizer, 10)) for optimizer in optimizers]
+    schedules[2].load_state_dict({**schedules[2].state_dict(), "last_epoch": 5})
+    for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        for _ in range(5):
+            trained(seen, optimizer, 1)
+            seen.called(schedule)
+            schedule.step()
+    assert [(fact.calls, fact.world) for fact in seen.at_end(2)] == [(5, None), (5, None)]
+    trained(seen, optimizers[1], 1)
+    assert [fact.world for fact in seen.at_end(2)] == [None, 2]
 
 
 def test_a_schedule_whose_time_has_not_come() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,29 @@ from typing import Any
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Announcement, Loader, RepeatedOrder
+from ddpdebug.schema.announcements import Announcement, Loader, RepeatedOrder, Restored
 
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192
 _ORDER = {"step": 30, "sampler": "Repeated", "set_epoch": True, "epoch": 0, "indices": 64, "location": "train.py:40"}
 _LOADER: dict[str, Any] = {"distributed": True, "shuffle": True, "epoch": 0, "replicas": 4, "length": 800}
+_RESUMED: Fields = {
+    "title": "the sampler begins with its first epoch although the run goes on",
+    "causes": (
+        "a resume that restores model and optimizer, and counts epochs from 0: the orders of the first ones come again",
+        "intended: training on, on other data",
+    ),
+    "actions": ("save the epoch in the checkpoint, and go on with `range(start, epochs)` and `set_epoch(epoch)`",),
+}
+
+
+def _resume(steps: int, **more: Any) -> tuple[Facts, ...]:
+    loader = {**_LOADER, "batches": 20, "iterations": 1, **more}
+    fact = {"kind": "resumed", "class": "AdamW", "step": 0, "steps": steps}
+    return (
+        Facts(topic="loader:0", values=dict.fromkeys(range(4), loader)),
+        Facts(topic="alone:restored", values=dict.fromkeys(range(4), fact)),
+    )
 
 
 def _cycle(number: int, period: int = 4) -> Step:
@@ -56,6 +74,8 @@ class _History:
 class SameOrder(Detector):
     """The batches of one epoch come again in the next one, in the same order.
 
+    Or a run that goes on from a checkpoint begins with the order of the first epoch.
+
     Impact: the model sees the same combinations of samples every epoch. Stochastic gradients lose part of their
     randomness, BatchNorm sees fixed batches, and generalisation suffers a little or a lot.
 
@@ -90,8 +110,10 @@ class SameOrder(Detector):
             Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
         ),
         lambda: Facts(topic="alone:order", values=dict.fromkeys((0, 1), _ORDER)),
+        lambda: _resume(60),
     )
     silent_on = Examples(
+        lambda: (_resume(19), _resume(60, epoch=3), _resume(60, distributed=False)),
         lambda: steps(12),
         lambda: Facts(topic="alone:order", values={0: {**_ORDER, "set_epoch": False}}),
         lambda: tuple(_cycle(n) for n in range(7)),
@@ -137,8 +159,24 @@ class SameOrder(Detector):
                 location=first.location,
                 evidence={"epoch": first.epoch, "indices_compared": first.indices},
             )
+        elif restored := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, Restored)}:
+            yield from self._resumed({r: fact for r, fact in restored.items() if fact.kind == "resumed"})
         elif not own:
             yield from self._samplers(topic, {r: fact for r, fact in facts.items() if isinstance(fact, Loader)})
+
+    def _resumed(self, facts: Mapping[int, Restored]) -> Findings:
+        """Find a sampler that begins with its first epoch beside an optimizer that has gone through an epoch or more.
+
+        Its loader is the newest.
+        """
+        steps = min((fact.steps for fact in facts.values()), default=0)
+        newest = next(reversed(self._loaders.values()), {})
+        again = tuple(rank for rank, fact in newest.items() if _begins(fact) and steps >= (fact.batches or math.inf))
+        if again:
+            fact = newest[again[0]]
+            evidence = {"epoch": fact.epoch, "batches": fact.batches, "steps_of_the_optimizer": steps}
+            about = {"phase": "resume", "location": fact.location, "subject": (fact.sampler or "sampler",)}
+            yield self.finding(step=facts[min(facts)].step, ranks=again, evidence=evidence, **_RESUMED, **about)
 
     def _samplers(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
         if not facts:
@@ -155,6 +193,11 @@ class SameOrder(Detector):
                 subject=(fact.sampler or "sampler",),
                 evidence={"loader": topic, "epoch": fact.epoch, "iterations": fact.iterations},
             )
+
+
+def _begins(fact: Loader) -> bool:
+    """Whether a shuffling distributed sampler begins with its first epoch."""
+    return fact.distributed and bool(fact.shuffle) and fact.epoch == 0 and fact.iterations == 1
 
 
 def _stuck(before: Loader | None, now: Loader) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ddpdebug.detectors.examples import digest, step_at, steps
-from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step, Threshold
+from ddpdebug.schema.announcements import RepeatedDeliveries
 from ddpdebug.schema.row import Flag
 
 _OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
@@ -15,6 +19,8 @@ def _again(number: int) -> Step:
 
 class RepeatedBatch(Detector):
     """A rank was given bitwise the same batch step after step.
+
+    Or its loader delivers each batch several times in a row, as workers do that all read the whole of a stream.
 
     Impact: the model memorises a few samples: training loss falls fast, validation does not follow.
 
@@ -40,14 +46,21 @@ class RepeatedBatch(Detector):
     severity = Severity.WARNING
     title = "the same batch comes again and again"
     reads = ("record_digest",)
+    topics = ("alone",)
     repeated_batch_steps = Threshold(
         12,
         "steps in a row with the same records from the DataLoader",
         source="chosen: several steps on one batch, as policy optimisation takes them, are fewer",
     )
+    repeated_share = Threshold(
+        0.4,
+        "share of a loader's first batches that are the one before again",
+        source="with two workers that read the same it is a half, with more of them more",
+    )
     fires_on = Examples(
         lambda: tuple(_again(n) for n in range(12)),
         lambda: (*steps(3), *(_again(n) for n in range(3, 15))),
+        lambda: Facts(topic="alone:deliveries", values={0: {"step": 16, "batches": 16, "again": 8, "workers": 2}}),
     )
     silent_on = Examples(
         lambda: steps(12),
@@ -55,11 +68,20 @@ class RepeatedBatch(Detector):
         lambda: tuple(step_at(n, batch_digest=digest(5)) for n in range(12)),  # a constant input, other labels
         lambda: tuple(step_at(n, batch_digest=digest(5), record_digest=0) for n in range(12)),  # all data at once
         lambda: tuple(step_at(n, odd=_OWN, flags=Flag.CLOSURE) for n in range(12)),
+        lambda: Facts(topic="alone:deliveries", values={0: {"step": 16, "batches": 16, "again": 6}}),
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._runs: dict[tuple[int, int], tuple[int, int, int]] = {}  # (optimizer, rank) -> (digest, first step, steps)
+
+    def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
+        told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, RepeatedDeliveries)}
+        again = {rank: fact for rank, fact in told.items() if fact.again >= self.repeated_share * fact.batches}
+        if again:
+            one = next(iter(again.values()))
+            evidence = {"batches_that_were_the_one_before": one.again, "of": one.batches, "workers": one.workers}
+            yield self.finding(step=one.step, ranks=tuple(again), location=one.location, evidence=evidence)
 
     @property
     def awake(self) -> bool:

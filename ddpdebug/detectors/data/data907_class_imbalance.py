@@ -16,10 +16,25 @@ _FACT = {
     "share": 0.97,
     "weighted": False,
 }
+_PADDING: Fields = {
+    "title": "padding counts in the loss",
+    "phase": "padding",
+    "subject": ("targets",),
+    "causes": (
+        "the loss does not know what padding is: its `ignore_index` is not the `padding_idx` of the embedding",
+        "targets are the inputs moved by one, and were not masked where rows end",
+    ),
+    "actions": (
+        "`F.cross_entropy(..., ignore_index=padding_idx)`, or -100 in the targets where a row has ended",
+        "if one token stands for padding and for the end of a text: mask all but the first behind the text",
+    ),
+}
 
 
 class ClassImbalance(EventRule):
     """One class makes up nearly all the labels that the losses of this rank have seen.
+
+    Or labels are what the model's embedding takes for padding (`padding_idx`), several in a row.
 
     Impact: the model may predict the frequent class and still show a good accuracy and a low loss; rare classes are
     not learned.
@@ -52,10 +67,12 @@ class ClassImbalance(EventRule):
         0.95, "share of one class among all labels", source="a model that always says this class is right in 95 %"
     )
     fires_on = Examples(
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.3, "padding": 0, "padded": 600}}),
         lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), Facts(topic="alone:loss", values={1: {**_FACT, "share": 0.99, "classes": 20}})),
     )
     silent_on = Examples(
+        lambda: Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.3, "padding": 0}}),
         lambda: steps(3),
         lambda: Facts(topic="alone:loss", values={0: {**_FACT, "share": 0.8}}),
         lambda: Facts(topic="alone:loss", values={0: {**_FACT, "weighted": True}}),  # known, and dealt with
@@ -66,6 +83,9 @@ class ClassImbalance(EventRule):
     )
 
     def judge(self, fact: LabelCounts) -> Fields | None:
+        if fact.padded:
+            evidence = {"share": round(fact.padded / fact.seen, 4), "labels": fact.seen, "padding_idx": fact.padding}
+            return {**_PADDING, "step": 0, "last_step": fact.step, "evidence": evidence}
         enough = fact.seen >= self.imbalance_labels and fact.share >= self.imbalance_share
         if fact.weighted or fact.present < 2 or not enough:
             return None

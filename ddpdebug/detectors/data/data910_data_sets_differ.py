@@ -63,6 +63,11 @@ _FIRST = {
 }
 #: Batches of each rank that are remembered.
 _HISTORY = 4096
+_OVERLAP = (
+    "a sampler of the script's own whose parts overlap: an offset by another number than the length of a part",
+    "a resume that restored the list of one rank, and dealt out anew on the others",
+    "lists that each rank draws by itself, with a seed of its own",
+)
 _LOADER: dict[str, Any] = {
     "sampler": "DistributedSampler",
     "distributed": True,
@@ -121,6 +126,17 @@ def _delivered(
     return tuple(told)
 
 
+def _shares(first: range, second: range, again: int = 0, **loader: Any) -> tuple[Facts, ...]:
+    """Return two epochs of two ranks, each of which is given these indices; `again`: others in the second epoch."""
+    usual = {**_PLAIN, **loader}
+    told = [Facts(topic="loader:0", values={0: usual, 1: usual})]
+    for epoch in range(2):
+        given = [[str(i + epoch * again) for i in part] for part in (first, second)]
+        values = {rank: {"items": {i: ["a", "b"] for i in part}, "step": 9} for rank, part in enumerate(given)}
+        told.append(Facts(topic="items:0", values=values))
+    return tuple(told)
+
+
 def _shard(rank: int) -> dict[str, Any]:
     return {**_split(rank), "sketch": list(range(rank, 128, 2))}
 
@@ -148,6 +164,23 @@ class _Delivered:
         self.changing = [False, False]  # labels, records: a rank was given another one for the same index
         self.exact = self.whole = True
         self.labelled = False
+        self.shares: dict[int, frozenset[str]] = {}  # rank -> what it was given of them in its newest epoch
+        self.same = False  # ... and in the one before, all ranks
+
+    def begin(self, facts: Mapping[int, Items]) -> None:
+        """Take an epoch of all ranks: which part of the indices each was given."""
+        shares = {rank: frozenset(fact.items) for rank, fact in facts.items()}
+        self.same, self.shares = shares == self.shares, shares
+
+    def overlaps(self) -> list[tuple[int, int]]:
+        """Return the pairs of ranks whose parts, the same in each epoch, have something in common, and not all."""
+        pairs = combinations(sorted(self.shares), 2) if self.same else ()
+        parts = [(a, b, self.shares[a], self.shares[b]) for a, b in pairs]
+        return [(a, b) for a, b, one, other in parts if one & other and one - other and other - one]
+
+    def doubled(self) -> int:
+        """Return how often an index was given to one rank more."""
+        return sum(map(len, self.shares.values())) - len(frozenset().union(*self.shares.values()))
 
     def add(self, rank: int, fact: Items) -> None:
         """Take an epoch of a rank."""
@@ -173,7 +206,8 @@ class DataSetsDiffer(Detector):
     """The ranks disagree about the data set that they divide: sampler settings, split, records, labels, their numbers.
 
     The title says which of these it is. Compared are samplers, the indices of a `Subset`, and what the data set holds
-    in plain attributes (lists, tensors, arrays; nothing of its code is run).
+    in plain attributes (lists, tensors, arrays; nothing of its code is run). Or the parts that they are given, the
+    same ones in each epoch, have samples in common.
 
     Impact: with different seeds or lists the shards overlap, some samples are seen several times and others never;
     with different splits validation data leaks into training; with different label numbers the ranks contradict
@@ -206,6 +240,11 @@ class DataSetsDiffer(Detector):
     reads = ("record_digest", "batch_digest")
     of_several = True
     topics = ("loader", "items")
+    overlap_items = Threshold(
+        3,
+        "of the followed samples, how many more than one rank is given in each epoch, each rank always the same ones",
+        source="chosen: shards that were dealt out share none, but for what a sampler pads with",
+    )
     overlap_batches = Threshold(
         3,
         "batches of one rank that turn up on another one in the same pass over the data",
@@ -233,6 +272,7 @@ class DataSetsDiffer(Detector):
     )
     other_items = Threshold(2, "indices under which ranks have other items", source="chosen: one may be a defect")
     fires_on = Examples(
+        lambda: _shares(range(16), range(12, 28)),
         lambda: _delivered(lambda rank, index: (f"y{index}{rank % 2}", f"x{index}")),
         lambda: _delivered(lambda rank, index: (f"y{(index + rank) % 5}", f"x{index + rank}")),
         lambda: _delivered(lambda rank, index: ("", f"x{index + rank}"), whole=True),
@@ -244,6 +284,12 @@ class DataSetsDiffer(Detector):
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *(_shifted(n) for n in range(6))),
     )
     silent_on = Examples(
+        lambda: (
+            _shares(range(16), range(16, 32)),
+            _shares(range(16), range(12, 28), again=1),  # drawn anew
+            _shares(range(32), range(32)),  # all samples on each rank
+            _shares(range(16), range(14, 30)),
+        ),
         _facts,
         lambda: _delivered(lambda rank, index: (f"y{index % 5}", f"x{index}")),
         # other pixels, fixed on a rank; other pixels each time; each rank its own records, without a common sampler
@@ -279,6 +325,10 @@ class DataSetsDiffer(Detector):
         self._told: set[str] = set()  # numbers of loaders whose data sets are known to differ
         self._items: dict[str, _Delivered] = {}  # number of the loader -> what it has delivered
 
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
+        # a draw with replacement that comes again is the same share in each epoch
+        return cause.code != "DATA902" or finding.phase == "overlap"
+
     def compare(self, topic: str, facts: Mapping[int, Loader | Items]) -> Findings:
         loaders = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Loader)}
         number = topic.partition(":")[2]
@@ -288,9 +338,35 @@ class DataSetsDiffer(Detector):
             return
         items = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, Items)}
         seen = self._items.setdefault(number, _Delivered())
+        seen.begin(items)
         for rank, fact in items.items():
             seen.add(rank, fact)
+        yield from self._samples(topic, seen, self._loaders.get(number, {}), announced_at(items, self.next_step))
         yield from self._unlike(topic, seen, self._loaders.get(number, {}), announced_at(items, self.next_step))
+
+    def _samples(self, topic: str, seen: _Delivered, told: Mapping[int, Loader], step: int) -> Findings:
+        """Find shards that overlap by samples: a sampler that pads gives some to two ranks, fewer than there are."""
+        padded = len(told) if any(fact.distributed for fact in told.values()) else 0
+        pairs, doubled = seen.overlaps(), seen.doubled()
+        if not pairs or doubled < max(self.overlap_items, padded):
+            return
+        one = next(iter(told.values()), None)
+        yield self.finding(
+            severity=Severity.WARNING,  # draws with replacement look alike where they come again
+            title="ranks train on the same samples: their shards overlap",
+            step=step,
+            ranks=tuple(sorted({rank for pair in pairs for rank in pair})),
+            subject=("shards",),
+            phase="overlap",
+            location=None if one is None else one.location,
+            evidence={
+                "loader": topic.replace("items", "loader"),
+                "same_samples_on": [list(pair) for pair in pairs],
+                "given_twice": doubled,
+                "of": len(frozenset().union(*seen.shares.values())),
+            },
+            causes=_OVERLAP,
+        )
 
     def _unlike(self, topic: str, seen: _Delivered, told: Mapping[int, Loader], step: int) -> Findings:
         """Compare what the ranks were given for the same indices."""

@@ -10,6 +10,8 @@ from ddpdebug.schema.details import Recipe
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.wire import to_json
 
+_NEVER = 1 << 60
+
 
 class HabitRule(StreakRule):
     """A rule about a flag that ranks set in several steps in a row, and what the `recipe` details say about it."""
@@ -41,7 +43,10 @@ class HabitRule(StreakRule):
         ranks = self._ranks(step)
         known = (getattr(recipe, self.key) for rank, recipe in sorted(step.answers(Recipe).items()) if rank in ranks)
         about = next((entry for entry in known if entry is not None), None)
-        if (fields := self.describe(about) if about is not None else {}) is not None:
+        fields = self.describe(about) if about is not None else {}
+        if fields is None:  # nothing more of it is judged, until it has ended
+            self._streaks[step.optimizer, self.key] = Streak(streaks[self.key].first, -_NEVER)
+        else:
             yield self.finding(**{"step": streaks[self.key].first, "last_step": step.step, "ranks": ranks, **fields})
 
     def _ranks(self, step: Step) -> tuple[int, ...]:

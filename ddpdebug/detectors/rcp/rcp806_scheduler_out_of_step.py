@@ -44,6 +44,16 @@ _LATE: Fields = {
     ),
     "actions": ("call `scheduler.step()` after each `optimizer.step()`, or give the schedule the number of epochs",),
 }
+_LONG: Fields = {
+    "title": "the schedule is several times as long as the run",
+    "phase": "long",
+    "causes": (
+        "its total was computed before the loader was sharded: it is as many times too long as there are ranks",
+        "its total counts batches, and it is stepped once for several of them (gradient accumulation)",
+        "the run was cut short",
+    ),
+    "actions": ("compute the total from `len(loader)` of one rank, divided by the accumulation steps",),
+}
 _AGAIN: Fields = {
     "title": "the schedule begins again although the optimizer goes on",
     "phase": "resume",
@@ -69,7 +79,8 @@ def _used(calls: int, steps: int, length: int, **more: Any) -> Facts:
 class SchedulerOutOfStep(WindowHabit, EventRule):
     """The learning-rate scheduler advanced more often than the optimizer, once per micro-batch say, or never.
 
-    Or it is stepped per batch and its lengths are counted in epochs, or the other way round.
+    Or it is stepped per batch and its lengths are counted in epochs, or the other way round. Or the run ends, and the
+    schedule is as many times longer as there are ranks, or micro-batches in a step.
 
     Impact: the learning rate decays too early or too late by a factor: a warm-up that ends after a fraction of its
     length, a rate near 0 for most of the run, or a schedule that never moves.
@@ -145,6 +156,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         lambda: _used(300, 300, 80, left=0.01, **{"class": "MultiStepLR"}),
         lambda: _used(4000, 4000, 90, **{"class": "StepLR"}),
         lambda: _used(6, 240, 240),
+        lambda: _used(80, 80, 320, world=4, passes=80, **{"class": "OneCycleLR"}),
         lambda: _used(6, 120, 240, passes=240),
         lambda: steps(4, flags=Flag.SCHEDULED_OFTEN, micro_batches=4, recipe=_OFTEN),
         lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 40}}),
@@ -155,6 +167,8 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         lambda: Facts(topic="alone:schedule", values={0: {"class": "CosineAnnealingLR", "step": 80, "steps": 39}}),
         lambda: steps(3, flags=Flag.SCHEDULED_OFTEN, recipe=_OFTEN),
         lambda: _used(240, 240, 240),
+        lambda: _used(80, 80, 240, world=4, passes=80),  # a run that was cut short
+        lambda: _used(80, 80, 160, passes=160),  # one stage, after which another one came
         lambda: _used(240, 240, 121),
         lambda: _used(6, 240, 6),  # per epoch
         lambda: _used(6, 240, 3),  # per epoch, a cycle
@@ -186,11 +200,11 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         if per_step >= self.schedule_per_batch:
             ended = fact.length <= min(self.schedule_early * fact.steps, self.schedule_longest)
             ended = ended and fact.left <= self.schedule_left
-            found = _EARLY if ended else None
+            world, passes = fact.world or 0, fact.passes / fact.steps
+            times = [n for n in (world, passes, world * passes) if world and n > 1]
+            found = _EARLY if ended else _LONG if any(self._is(fact.length, n * fact.calls) for n in times) else None
         else:
-            same = fact.class_name not in _BY_FACTOR and any(
-                abs(fact.length - unit) <= self.schedule_same_unit * unit for unit in units
-            )
+            same = fact.class_name not in _BY_FACTOR and any(self._is(fact.length, unit) for unit in units)
             found = _LATE if same and 1 < fact.calls <= self.schedule_late * fact.length else None
         if found is None:
             return None
@@ -198,6 +212,10 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         step = fact.length if found is _EARLY else 0
         about = {"severity": Severity.WARNING, "step": step, "last_step": fact.step, "subject": (fact.class_name,)}
         return {**found, **about, "evidence": evidence}
+
+    def _is(self, length: float, other: float) -> bool:
+        """Whether a length is that of several, or of other, steps of the run."""
+        return abs(length - other) <= self.schedule_same_unit * other
 
     def _again(self, fact: UnusedSchedule) -> Fields | None:
         if fact.steps < self.schedule_resumed_steps:

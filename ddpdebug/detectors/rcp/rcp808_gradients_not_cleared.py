@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Examples, Severity
+from ddpdebug.detectors.kinds import Examples, Fields, Severity
 from ddpdebug.detectors.rcp.habits import StepHabit
+from ddpdebug.schema.details import CarriedGradients
 from ddpdebug.schema.row import Flag
+
+_OTHERS: dict[str | None, Fields] = {
+    "loss": {
+        "severity": Severity.WARNING,
+        "title": "a step uses gradients that another loss has left",
+        "phase": "another loss",
+        "causes": (
+            "a GAN: what the one model's loss has left in the other is not cleared before the other's own backward",
+            "intended: a part that both losses train, with an optimizer of its own",
+        ),
+        "actions": (
+            "`zero_grad()` of an optimizer right before the backward of its own loss",
+            "or `requires_grad_(False)` for what a loss shall not train, while its backward runs",
+        ),
+    },
+    "twice": {
+        "severity": Severity.WARNING,
+        "title": "a loss is given to backward twice in one step",
+        "phase": "twice",
+        "causes": (
+            "`loss.backward(retain_graph=True)`, and then backward of a sum in which that loss is as well",
+            "backward is called by the loop and by a library or a closure",
+            "intended: each call for other parameters (`inputs=`)",
+        ),
+        "actions": ("call backward once, on the sum of all losses", "drop `retain_graph=True`: the error shows where"),
+    },
+}
 
 
 class GradientsNotCleared(StepHabit):
     """A parameter's gradient at the step still contains the one of the previous step.
+
+    Or it contains what another loss has left there before another optimizer's step, or one loss twice.
 
     Impact: the update follows the sum of all gradients since the start: it grows, behaves like momentum without
     decay, and often diverges slowly.
@@ -40,9 +72,13 @@ class GradientsNotCleared(StepHabit):
             3, flags=Flag.GRADS_CARRIED, recipe={r: {"carried": {"location": "train.py:70"}} for r in range(4)}
         ),
         lambda: (*steps(2), *steps(3, start=2, flags=Flag.GRADS_CARRIED)),
+        lambda: steps(3, flags=Flag.GRADS_CARRIED, recipe={0: {"carried": {"location": "t.py:7", "kind": "twice"}}}),
     )
     silent_on = Examples(
         lambda: steps(5),
         lambda: steps(2, flags=Flag.GRADS_CARRIED),
         lambda: (step_at(0, flags=Flag.GRADS_CARRIED), step_at(1), step_at(2, flags=Flag.GRADS_CARRIED), step_at(3)),
     )
+
+    def describe(self, about: CarriedGradients) -> dict[str, Any] | None:
+        return {"location": about.location, **_OTHERS.get(about.kind, {})}

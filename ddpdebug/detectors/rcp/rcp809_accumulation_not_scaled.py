@@ -5,20 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Examples, Severity
+from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
 from ddpdebug.detectors.rcp.habits import WindowHabit
 from ddpdebug.schema.details import Accumulation
 from ddpdebug.schema.row import Flag
 
-_TWICE = (
-    "the loop divides the loss by the accumulation steps, and so does the library's `backward` (Accelerate, a trainer)",
-    "two layers of the loop divide: the function that makes the loss and the one that calls backward",
-)
-_ONCE = ("divide by the number of micro-batches once: leave it to the library, or to the loop",)
+_OLDEST = "twice"  # has no phase: incidents of runs that were kept are known without
+_SAID: dict[str, Fields] = {
+    "twice": {
+        "title": "gradient accumulation is scaled twice",
+        "causes": (
+            "the loop divides the loss by the accumulation steps, and the library's `backward` does (Accelerate)",
+            "two layers of the loop divide: the function that makes the loss and the one that calls backward",
+        ),
+        "actions": ("divide by the number of micro-batches once: leave it to the library, or to the loop",),
+    },
+    "ranks": {
+        "title": "the loss is scaled by the number of ranks",
+        "causes": (
+            "the loss is divided or multiplied by the world size, and DDP averages over the ranks already",
+            "a recipe for gradients that are summed over ranks, with DDP, which averages them",
+        ),
+        "actions": ("leave the loss as it is: DDP divides the sum of the gradients by the number of ranks",),
+    },
+    "other number": {
+        "title": "the loss is divided by another number than that of its micro-batches",
+        "causes": (
+            "the number that divides the loss is an older setting, or another one than the loop counts by",
+            "intended: a loss of one term with a weight of its own",
+        ),
+    },
+    "uneven": {
+        "title": "micro-batches of different size count alike",
+        "causes": (
+            "each micro-batch averages over its own labels, and these means are averaged",
+            "padding and ignored labels leave very different numbers in the micro-batches",
+        ),
+        "actions": ("sum over all labels, divide by their number in the step on all ranks, multiply by the ranks",),
+    },
+}
+
+
+def _divided(passes: int, divisor: float, **more: Any) -> tuple[Step, ...]:
+    about = {"micro_batches": passes, "divided_by": divisor, **more}
+    return steps(6, flags=Flag.MEANS_ADDED, recipe={r: {"accumulation": about} for r in range(4)})
 
 
 class AccumulationNotScaled(WindowHabit):
     """The gradient at the step is the sum over micro-batches of mean losses, and nothing divides it, or two things do.
+
+    Or what divides it is another number than that of the micro-batches, or the number of ranks, over which DDP
+    averages; or each mean is over very different numbers of labels, which then count differently.
 
     Impact: a sum over K micro-batches is K times the mean: SGD takes K times the step, clipping acts always; Adam
     hides the factor except through eps and clipping. A mean of means gives tokens in short micro-batches too much
@@ -48,6 +85,11 @@ class AccumulationNotScaled(WindowHabit):
     #: Losses of several terms, one forward for several losses, gradients that did not add up, a division by hand.
     unless = Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS | Flag.GRADS_DISCARDED | Flag.GRADS_CARRIED | Flag.GRADS_WRITTEN
     key = "accumulation"
+    uneven_counts = Threshold(
+        2,
+        "how many times as many labels the largest micro-batch of a step has as the smallest",
+        source="chosen: sorted or padded texts differ by tens of percent, and weights by less than their noise",
+    )
     fires_on = Examples(
         lambda: steps(
             4,
@@ -59,12 +101,19 @@ class AccumulationNotScaled(WindowHabit):
             flags=Flag.MEANS_ADDED,
             recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
         ),
+        lambda: _divided(1, 4.0, ranks=4),
+        lambda: _divided(8, 2.0, classes=True),
+        lambda: _divided(4, 4.0, counts=[100, 900]),
         lambda: (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
     )
     silent_on = Examples(
         lambda: (
             steps(6, micro_batches=8),
             steps(3, flags=Flag.MEANS_ADDED),
+            _divided(1, 2.0, ranks=2),  # half of a square
+            _divided(1, 0.5, ranks=4),
+            _divided(8, 2.0),
+            _divided(4, 4.0, counts=[600, 900]),
             *(
                 steps(5, flags=Flag.MEANS_ADDED | Flag[other])
                 for other in ("NOT_ONE_LINE", "FEWER_FORWARDS", "GRADS_DISCARDED", "GRADS_CARRIED", "GRADS_WRITTEN")
@@ -73,7 +122,21 @@ class AccumulationNotScaled(WindowHabit):
     )
 
     def describe(self, about: Accumulation) -> dict[str, Any] | None:
-        fields = super().describe(about)
-        if about.divided_by is None or fields is None:
-            return fields
-        return {**fields, "title": "gradient accumulation is scaled twice", "causes": _TWICE, "actions": _ONCE}
+        if (about.divided_by or 1.0) == 1 and about.micro_batches > 1:
+            return super().describe(about)
+        if (phase := self._phase(about)) is None:
+            return None
+        own = {} if phase == _OLDEST else {"phase": phase}
+        return {**(super().describe(about) or {}), **own, **_SAID[phase]}
+
+    def _phase(self, about: Accumulation) -> str | None:
+        passes, divisor, ranks = about.micro_batches, about.divided_by or 1.0, about.ranks or 1
+        if divisor == passes * passes and passes > 2:  # of two, a fourth is more often a weight
+            return "twice"
+        # what squares are multiplied by is more often a half than one of two ranks
+        if divisor in {passes * ranks, passes / ranks} and (ranks > 2 or (ranks == 2 and about.classes)):
+            return "ranks"
+        if about.classes and 1 < divisor < passes and divisor == int(divisor):
+            return "other number"
+        least, most = about.counts or (1.0, 1.0)
+        return "uneven" if divisor == passes > 1 and most >= self.uneven_counts * least else None

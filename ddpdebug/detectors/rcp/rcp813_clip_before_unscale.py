@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import Examples, Severity
+from ddpdebug.detectors.kinds import Examples, Fields, Severity
 from ddpdebug.detectors.rcp.habits import StepHabit
+from ddpdebug.schema.details import ScaledClip
 from ddpdebug.schema.row import Flag
+
+_IDLE: Fields = {
+    "severity": Severity.WARNING,
+    "title": "gradients are clipped when no step uses them",
+    "phase": "idle",
+    "causes": (
+        "clipping stands after `optimizer.step()`, or before `backward()`: the step sees gradients as they came",
+        "a loop was reordered, and the call stayed behind",
+        "intended: the norm is only read, by a limit that nothing reaches",
+    ),
+    "actions": ("clip between the last `backward()` of a step and `optimizer.step()`",),
+}
 
 
 class ClipBeforeUnscale(StepHabit):
     """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
+
+    Or it ran between a step and the next backward, on gradients that no step uses.
 
     Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is
     at most max_norm / scale: SGD hardly moves, in Adam eps takes over, and the step length depends on the loss
@@ -42,8 +59,12 @@ class ClipBeforeUnscale(StepHabit):
             recipe={r: {"clip": {"location": "train.py:70", "scale": 65536.0}} for r in range(4)},
         ),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "train.py:70", "idle": True}}}),
     )
     silent_on = Examples(
         lambda: steps(5, flags=Flag.CLIPPED),
         lambda: steps(2, flags=Flag.CLIPPED_SCALED),
     )
+
+    def describe(self, about: ScaledClip) -> dict[str, Any] | None:
+        return {"location": about.location, **_IDLE} if about.idle else super().describe(about)

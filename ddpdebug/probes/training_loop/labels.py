@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from ddpdebug.probes.training_loop.loss_graph import Term, has_weights, is_mean, labels_of
 from ddpdebug.schema.announcements import InitialLoss, LabelCounts
 from ddpdebug.schema.row import Flag
+from ddpdebug.torch_internals import graph, modules as modules_in
 
+_EACH = 0  # the reduction of a loss that is one number for each label: a mask may come behind it
 _LEAST = 2  # labels of a step: one alone is always of one class
 _MAX_CLASSES = 4096
 
@@ -21,9 +24,9 @@ class Labels:
     def __init__(self) -> None:
         self._span: tuple[int, int] | None = None  # of this step
         self._number = 0
-        self._counts: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None  # of each class; of these, behind another one of it
         self._reads = 0
-        self._weighted = False
+        self._weighted = self._masked = False
 
     def read(self, term: Term) -> None:
         """Take the labels of one loss."""
@@ -35,11 +38,13 @@ class Labels:
         self._span = (min(low, self._span[0]), max(high, self._span[1])) if self._span else (low, high)
         self._number += labels.numel()
         if classes <= _MAX_CLASSES and low >= 0 and high < classes:
-            counts = torch.bincount(labels, minlength=classes)
-            same = self._counts is not None and len(self._counts) == len(counts)
+            again = labels[1:][labels[1:] == labels[:-1]]
+            counts = torch.stack([torch.bincount(some, minlength=classes) for some in (labels, again)])
+            same = self._counts is not None and self._counts.shape == counts.shape
             self._counts = counts + self._counts if same and self._counts is not None else counts
             self._reads = self._reads + 1 if same else 1
             self._weighted = self._weighted or has_weights(term)
+            self._masked = self._masked or graph.saved_number(term.node, "reduction") == _EACH
 
     def take(self, detail: dict[str, Any]) -> Flag:
         """Return what the step's labels show, and begin the next step."""
@@ -49,12 +54,13 @@ class Labels:
         detail["label"], detail["labels"] = span[0], number
         return Flag.SINGLE_CLASS
 
-    def counts(self) -> LabelCounts | None:
-        """Return how often each class was seen."""
+    def counts(self, models: Iterable[torch.nn.Module] = ()) -> LabelCounts | None:
+        """Return how often each class was seen, and which of them the embedding of one of the models pads with."""
         if self._counts is None:
             return None
-        counts = [int(n) for n in self._counts]
+        counts, again = self._counts.tolist()
         largest = max(range(len(counts)), key=lambda c: counts[c])
+        padding = None if self._masked or self._weighted else _padding(models, len(counts))
         return LabelCounts(
             classes=len(counts),
             seen=sum(counts),
@@ -63,6 +69,9 @@ class Labels:
             largest=largest,
             share=counts[largest] / max(1, sum(counts)),
             weighted=self._weighted,
+            padding=padding,
+            # the token that ends a text may be the padding too: one that stands alone is the end
+            padded=0 if padding is None or 2 * again[padding] <= counts[padding] else counts[padding],
         )
 
     @staticmethod
@@ -73,3 +82,12 @@ class Labels:
             return None
         value = float(root.detach()) / (scale or 1.0)
         return InitialLoss(classes=found[1], loss=value) if math.isfinite(value) else None
+
+
+def _padding(models: Iterable[torch.nn.Module], classes: int) -> int | None:
+    """Return the token that an embedding of all classes takes for padding."""
+    for model in models:
+        for module in modules_in(model):
+            if isinstance(module, torch.nn.Embedding) and module.num_embeddings == classes:
+                return module.padding_idx
+    return None

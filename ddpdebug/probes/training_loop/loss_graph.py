@@ -35,6 +35,8 @@ _CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"})
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
+_LOSSES = _CLASSES | _BINARY | _ELEMENTWISE | _MEANS
+_SUMS = frozenset({"SumBackward0"})
 _PAIRS = frozenset({"SubBackward0", "MulBackward0", "RsubBackward1"})
 _SOFTMAX = frozenset({"LogSoftmaxBackward0", "SoftmaxBackward0"})
 #: What may stand between a softmax and the loss that is made of it.
@@ -96,7 +98,7 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
         if node is None:
             continue
         name = node.name()
-        if name in _CLASSES or name in _BINARY or name in _ELEMENTWISE or name in _MEANS:
+        if name in _LOSSES:
             found.append(Term(node, scaled))
         elif name in _SCALED or name in _SCALAR_SUMS or name == "NegBackward0":
             waiting += [(below, scaled or name in _SCALED) for below, _ in node.next_functions]
@@ -121,18 +123,37 @@ def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
     return 1.0 if number is None else number
 
 
-def divided_by(root: torch.Tensor, term: Term, *, by_scaler: bool) -> tuple[float, bool]:
-    """Return the product of the numbers that divide a loss at last, and whether these are all up to the term."""
-    node, product = _below_scaler(root, by_scaler=by_scaler), 1.0
+class Chain(NamedTuple):
+    """How one loss came to be the number that backward is given: what it was divided by, the last division first."""
+
+    node: Any  # the loss function, or the sum over its elements
+    divisors: tuple[float, ...]
+    mean: bool  # the loss function averages by itself
+
+
+def chain(root: torch.Tensor, *, by_scaler: bool) -> Chain | None:
+    """Return what a loss of one term was divided by; None where it is made of several, or of what is not known."""
+    node, divisors = _below_scaler(root, by_scaler=by_scaler), list[float]()
     for _ in range(_MAX_POINTWISE):
-        if node is None or node is term.node:
-            break
-        number = scaled_by(node)
-        if number is None and node.name() not in FORM and node.name() != "NegBackward0":
-            break
-        product *= 1.0 if number is None else number
-        node = node.next_functions[0][0]
-    return product, node is term.node
+        if node is None:
+            return None
+        name, number = node.name(), scaled_by(node)
+        if name in _LOSSES or name in _SUMS:
+            return Chain(node, tuple(divisors), is_mean(Term(node, scaled=False)))
+        if number is not None:
+            divisors.append(number)
+        elif name not in FORM and name != "NegBackward0":
+            return None
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def counted(node: Any) -> float | None:
+    """Return how many labels a loss function averages over, where it leaves some out and the number is at hand."""
+    target, number = graph.saved_tensor(node, "target"), graph.saved_tensor(node, "total_weight")
+    if target is None or number is None or number.device.type != "cpu" or not number.numel():
+        return None
+    return float(number)
 
 
 def _below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:

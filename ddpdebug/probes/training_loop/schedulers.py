@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Steps:
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     number: int = 0
+    newest: int = 0  # among those of all optimizers
     rate: Any = None  # of the first group, at the first step
     constant: bool = True
 
@@ -67,7 +68,8 @@ class Schedules:
         self._calls: dict[int, Calls] = {}
         self._steps: dict[int, Steps] = {}
         self._attributes: dict[int, Any] = {}
-        self._ended: list[UnusedSchedule] = []  # those that are gone
+        self.taken = 0  # steps of all optimizers
+        self._ended: list[tuple[UnusedSchedule, int]] = []  # those that are gone; the newest step of their optimizers
         self._paces: list[UnusedSchedule] = []
 
     def called(self, scheduler: Any) -> None:
@@ -79,7 +81,7 @@ class Schedules:
             calls.inner += 1
             return
         if not calls.total:
-            calls.length = length_of(scheduler)
+            calls.length = length_of(scheduler) if is_at_its_start(scheduler) else None  # a part of a longer run
             calls.left = 0.0 if calls.length is None else left_by(scheduler)
             calls.since *= bool(calls.inner)  # one whose constructor does not step it was not seen before
         calls.total += 1
@@ -117,6 +119,16 @@ class Schedules:
             found["elsewhere"] = ScheduledElsewhere(kind="attribute", class_name=type(optimizer).__name__)
         return found
 
+    def of(self, optimizer: torch.optim.Optimizer) -> list[tuple[Any, int]]:
+        """Return the schedules of an optimizer, with how often each was called, by whomever."""
+        calls = [known for known in self._living() if known.optimizer == id(optimizer) and not known.part]
+        return [(known.scheduler(), known.total + known.inner) for known in calls]
+
+    def taken_by(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how many steps an optimizer has taken here."""
+        known = self._steps.get(id(optimizer))
+        return 0 if known is None or known.optimizer() is not optimizer else known.number
+
     def passed(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that is not looked at."""
         self._count(optimizer)
@@ -144,7 +156,7 @@ class Schedules:
             if not calls.inner > 1:
                 self._paces.append(_used(name, calls, steps))
 
-    def at_end(self) -> list[UnusedSchedule]:
+    def at_end(self, world: int | None = None) -> list[UnusedSchedule]:
         """Name the schedulers that nothing has ever stepped, and those of a known length, with their optimizers' steps.
 
         One that ended with the function that made it is among them. Where the rate has changed by other means, by hand
@@ -154,16 +166,17 @@ class Schedules:
         for calls in self._living():
             self._note_end(type(calls.scheduler()).__name__, calls)
         found, self._ended = self._ended, []
-        return found
+        last = self.taken - len(self._steps)
+        return [replace(fact, world=world if newest > last else None) for fact, newest in found]
 
     def _note_end(self, name: str, calls: Calls) -> None:
         steps = self._steps.get(calls.optimizer)
         if steps is None or calls.inner > 1 or calls.part:
             return
         if calls.total and calls.length is not None and not calls.told:
-            self._ended.append(_used(name, calls, steps.number - calls.since))
+            self._ended.append((_used(name, calls, steps.number - calls.since), steps.newest))
         elif not calls.total and steps.constant:
-            self._ended.append(UnusedSchedule(class_name=name, steps=steps.number))
+            self._ended.append((UnusedSchedule(class_name=name, steps=steps.number), steps.newest))
 
     def _count(self, optimizer: torch.optim.Optimizer) -> int:
         """Count a step; return how many there were before."""
@@ -172,7 +185,8 @@ class Schedules:
         rate = groups[0].get("lr") if groups else None
         if known is None or known.optimizer() is not optimizer:
             known = self._steps[id(optimizer)] = Steps(weakref.ref(optimizer), rate=rate)
-        known.number += 1
+        self.taken += 1
+        known.number, known.newest = known.number + 1, self.taken
         # a tensor's value is not waited for
         known.constant = known.constant and not isinstance(rate, torch.Tensor) and rate == known.rate
         return known.number - 1
@@ -291,8 +305,16 @@ def _of_milestones(about: dict[str, Any]) -> Any:
     return max(drops, default=None) if about["gamma"] ** sum(drops.values()) < _MOVED else None
 
 
+def _of_factors(about: dict[str, Any]) -> Any:
+    """Return the total that a library's function was given for a schedule made of factors (`functools.partial`)."""
+    made = about["lr_lambdas"][0] if about["lr_lambdas"] else None
+    return made.keywords.get("num_training_steps") if type(made) is partial else None
+
+
 _LENGTHS: dict[type, Callable[[dict[str, Any]], Any]] = {
     lr_scheduler.CosineAnnealingLR: _of_cosine,
+    lr_scheduler.OneCycleLR: lambda about: about["total_steps"],
+    lr_scheduler.LambdaLR: _of_factors,
     lr_scheduler.PolynomialLR: lambda about: about["total_iters"],
     lr_scheduler.LinearLR: _of_line,
     lr_scheduler.StepLR: _of_factor,

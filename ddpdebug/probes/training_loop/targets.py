@@ -13,7 +13,7 @@ from collections.abc import Container
 import torch
 
 from ddpdebug import fingerprint
-from ddpdebug.probes.training_loop.loss_graph import Term, divided_by, has_weights, is_mean, labels_of, name_of
+from ddpdebug.probes.training_loop.loss_graph import Term, chain, has_weights, is_mean, labels_of, name_of
 from ddpdebug.schema import announcements
 from ddpdebug.torch_internals import graph, is_plain
 
@@ -60,10 +60,10 @@ class Targets:
         if not (self._classes(term, *labels) if labels is not None else self._columns(term)):
             return None
         self._reads += 1
-        parts, whole = divided_by(root, term, by_scaler=by_scaler)
-        local = is_mean(term) and not term.scaled
+        found, local = chain(root, by_scaler=by_scaler), is_mean(term) and not term.scaled
+        parts = 0.0 if found is None else math.prod(found.divisors)
         if labels is not None and is_mean(term):
-            parts = parts * len(labels[0]) if whole or local else 0.0
+            parts = (parts or float(local)) * len(labels[0])
         self._numbers.append(0.0 if parts == 1.0 else parts)
         if self._reads not in range(_FIRST_TOLD, _LAST_TOLD + 1) or self._reads & (self._reads - 1):
             return None

@@ -39,20 +39,19 @@ from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import (
     Term,
-    divided_by,
     facts,
     gist,
-    is_mean,
-    name_of,
     soft_target_input,
     softmax_of_one,
     takes_classes,
     target_of,
     terms,
 )
+from ddpdebug.probes.training_loop.loss_scale import LossScale
 from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.targets import Targets
@@ -70,7 +69,6 @@ from ddpdebug.schema.announcements import (
     UnregisteredParameters,
 )
 from ddpdebug.schema.details import (
-    Accumulation,
     CarriedGradients,
     DiscardedGradients,
     EvalForwards,
@@ -125,18 +123,13 @@ class _Loop:
     elements: int = 0  # that the largest forward was given
     given: set[int] = field(default_factory=set)  # where that is in memory
     lines: list[str | None] = field(default_factory=list)  # that called backward
-    unscaled: list[str] = field(default_factory=list)  # losses whose mean went into backward as it was
-    divisors: list[float] = field(default_factory=list)  # numbers that other means were divided by
+    losses: LossScale = field(default_factory=LossScale)
     scale: float | None = None  # that the gradients carry
     clip: str | None = None  # the line that clipped scaled gradients
     touched: bool = False  # gradients were clipped or unscaled
-
-    def note_scale(self, found: Sequence[Term], root: torch.Tensor, *, by_scaler: bool) -> None:
-        """Note by what the mean of a loss was divided on its way into backward."""
-        self.unscaled += [name_of(term) for term in found if not term.scaled and is_mean(term)][:1]
-        if len(found) == 1 and found[0].scaled and is_mean(found[0]):
-            product, whole = divided_by(root, found[0], by_scaler=by_scaler)
-            self.divisors += [product] if whole else []
+    idle: str | None = None  # the line that clipped after a step
+    clipped_nothing: str | None = None  # ... where a backward came next
+    new_epoch: bool = False  # a loader has begun one
 
 
 @dataclass(slots=True)
@@ -219,6 +212,7 @@ class Recipe:
         self.audit = Audit(self._entries.built)
         self.clearing = Clearing(self._threads.alone, state.is_given_up)
         self.schedules = Schedules(self._entries)
+        self._resume = Resume(self.tell, self.schedules)
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._targets, self._moves = Targets(), FrozenMoves()
         self._leaks, self._loop = leaks, _Loop()
@@ -253,6 +247,7 @@ class Recipe:
         bus.on("probe:losses", events.BackwardBegan, self._look_at_loss)
         bus.on("probe:recipe", events.BackwardBegan, self._begin_backward)
         bus.on("probe:recipe", events.BackwardEnded, self._end_backward)
+        bus.on("probe:recipe", events.EpochBegan, self._epoch_begins)
         bus.on("probe:clip", events.Clipped, self._clipped)
         bus.on("probe:clip", events.ValuesClipped, self._clipped)
         bus.on("probe:clip", events.Unscaled, self._unscales)
@@ -267,6 +262,7 @@ class Recipe:
         bus.on("probe:audit", events.OptimizerBuilt, self._built)
         bus.on("probe:schedules", events.SchedulerBuilt, self.scheduler_built)
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
+        bus.on("probe:resume", events.Loaded, self._resume.loaded)
 
     def _forget_loop(self) -> None:
         """Keep nothing of a step that has no end any more."""
@@ -458,6 +454,7 @@ class Recipe:
         self._run("probe:clearing", self._begin_clearing)
         loop = self._loop
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
+        loop.clipped_nothing, loop.idle = loop.clipped_nothing or loop.idle, None
         loop.lines.append(user_location())
 
     def _begin_clearing(self) -> None:
@@ -482,7 +479,7 @@ class Recipe:
         scale = self._calls.known_scale() if scaled else None
         found = terms(root, by_scaler=scaled)
         if "probe:recipe" not in self._guard.off:  # which begins a new list with each step
-            loop.note_scale(found, root, by_scaler=scaled)
+            loop.losses.note(found, root, by_scaler=scaled)
         for term in found:
             for fact in facts(term):
                 self._tell_once(fact, line)
@@ -531,12 +528,15 @@ class Recipe:
             self._run("probe:clearing", self._end_clearing)
 
     def _end_clearing(self) -> None:
-        self.clearing.end_backward()
+        self.clearing.end_backward(self._loop.lines[-1] if self._loop.lines else None)
         optimizer = None if self._closure is None else self._closure()
         if optimizer is not None and self.clearing.carries(optimizer):
             shown = self._state.since.parts[RecipeNotes]
             shown.flags |= Flag.GRADS_CARRIED
             shown.recipe.setdefault("carried", CarriedGradients(location=user_location()))
+
+    def _epoch_begins(self, _: events.EpochBegan) -> None:
+        self._loop.new_epoch = True
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
@@ -544,9 +544,13 @@ class Recipe:
         """Note a gradient clipping."""
         if "probe:recipe" in self._guard.off:  # nothing would ever begin a new step
             return
-        loop = self._loop
+        loop, line = self._loop, event.location or "unknown"
+        if not loop.lines:  # of what a step has used, or of nothing, unless another optimizer steps next
+            measures = isinstance(event, events.Clipped) and math.isinf(event.limit)
+            loop.idle = None if measures else line
+            return
         if loop.scale is not None and loop.scale != 1.0:
-            loop.clip = loop.clip or event.location or "unknown"
+            loop.clip = loop.clip or line
         loop.touched = True
 
     def _unscales(self, _: events.Unscaled) -> None:
@@ -604,10 +608,14 @@ class Recipe:
         else:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
+        run("probe:resume", self._resume.before_step, optimizer)
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
         detail.update(found)
         for pace in self.schedules.paces():
             self.tell(pace)
+        if loop.clipped_nothing is not None and not loop.touched:
+            flags |= Flag.CLIPPED_SCALED
+            detail["clip"] = ScaledClip(location=loop.clipped_nothing, idle=True)
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         shown.flags |= flags
@@ -620,14 +628,18 @@ class Recipe:
         loop, flags = self._loop, Flag(0)
         number = len(loop.lines)
         cleared = self.clearing.before_step(optimizer)
-        if cleared.carried:
+        discarded = cleared.gone or cleared.discards
+        again = loop.losses.twice and not discarded and not cleared.written
+        if cleared.carried or cleared.mixed or again:
             flags |= Flag.GRADS_CARRIED
-            detail["carried"] = CarriedGradients(location=user_location())
+            kind = None if cleared.carried else "loss" if cleared.mixed else "twice"
+            line = loop.lines[-1] if kind == "twice" and loop.lines else user_location()
+            detail["carried"] = CarriedGradients(location=line, kind=kind)
         if cleared.written and not loop.touched:
             flags |= Flag.GRADS_WRITTEN
-        if cleared.gone or cleared.discards:
+        if discarded:
             flags |= Flag.GRADS_DISCARDED | (Flag.GRADS_GONE if cleared.gone else Flag(0))
-            kind = "all" if cleared.gone else "micro-batches"
+            kind = "all" if cleared.gone else "end of epoch" if loop.new_epoch else "micro-batches"
             location = loop.lines[-1] if loop.lines else None
             count = cleared.discards + cleared.gone
             detail["discarded"] = DiscardedGradients(kind=kind, count=count, location=location)
@@ -637,14 +649,11 @@ class Recipe:
             flags |= Flag.FEWER_FORWARDS
         if len(set(loop.lines)) != 1:
             flags |= Flag.NOT_ONE_LINE
-        if number > 1 and len(loop.unscaled) == number:
+        # what reduces by itself does not average by DDP's rule
+        ranks = self._state.world if self._state.wrappers else 1
+        if (sums := loop.losses.of(number, loop.lines[0] if loop.lines else None, ranks)) is not None:
             flags |= Flag.MEANS_ADDED
-            added = Accumulation(micro_batches=number, location=loop.lines[0], loss=loop.unscaled[0])
-            detail["accumulation"] = added
-        square = float(number * number)  # of two, a fourth is more often a weight
-        if number > 2 and len(loop.divisors) == number and all([math.isclose(d, square) for d in loop.divisors]):
-            flags |= Flag.MEANS_ADDED
-            detail["accumulation"] = Accumulation(micro_batches=number, location=loop.lines[0], divided_by=square)
+            detail["accumulation"] = sums
         if (twice := self._twice(optimizer)) is not None:
             flags |= Flag.STEPPED_TWICE
             detail["twice"] = twice
@@ -748,9 +757,10 @@ class Recipe:
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
-        for fact in self.schedules.at_end() if finished else ():
+        for fact in self.schedules.at_end(self._state.world) if finished else ():
             self.tell(replace(fact, passes=self._backwards))
-        counts = self._labels.counts()
+        models = [module for model in self._trained() if (module := model.module()) is not None]
+        counts = self._labels.counts(models)
         if counts is not None:
             self.tell(counts)
 

@@ -36,6 +36,7 @@ class Cleared(NamedTuple):
     gone: bool  # those of the last backward were cleared
     discards: int  # how often others were cleared unused
     written: bool  # something has changed them since the last backward
+    mixed: bool = False  # they hold what another loss has left, before another optimizer's step
 
 
 @dataclass(slots=True)
@@ -51,6 +52,9 @@ class Fed:
     unused: bool = False  # a backward has fed them and no optimizer has stepped since
     versions: list[int | None] = field(default_factory=list)  # of the parameters at that time
     thread: weakref.ref[threading.Thread] | None = None  # in which it has stepped
+    line: str | None = None  # that called the backward that fed them last
+    foreign: str | None = None  # ... before another optimizer's step
+    mixed: bool = False  # a backward of another line has added to that
     discards: int = 0  # times that they were cleared unused, in this step
 
     def sample(self) -> list[torch.Tensor]:
@@ -135,18 +139,22 @@ class Clearing:
                 cleared = now != fed.marks or not any(now)
                 if fed.stale and (cleared or fed.is_zero()):
                     fed.stale = fed.carried = False
+                if fed.foreign is not None and (cleared or fed.is_zero()):
+                    fed.foreign, fed.mixed = None, False
                 if fed.unused and cleared and (not any(now) or fed.is_zero()):
                     fed.discards += fed.versions == _versions(fed)
                     fed.unused = False
                 fed.marks = now
 
-    def end_backward(self) -> None:
-        """See which gradients the backward has fed."""
+    def end_backward(self, line: str | None = None) -> None:
+        """See which gradients the backward that `line` has called has fed."""
         with self._alone() as alone:
             for fed in self._readable(alone=alone):
                 now = fed.look()
                 if now != fed.marks:
                     fed.carried = fed.carried or fed.stale
+                    fed.mixed = fed.mixed or fed.foreign not in {None, line}
+                    fed.line = line
                     fed.unused, fed.versions = not fed.is_zero(), _versions(fed)
                 fed.marks = now
 
@@ -167,17 +175,20 @@ class Clearing:
             seen = fed.key and (alone or self._is_own(fed))
         now = fed.look()
         if not seen:
-            fed.marks, fed.carried, fed.unused = now, False, False
+            fed.marks, fed.carried, fed.unused, fed.mixed = now, False, False, False
         if fed.thread is None or fed.thread() is not threading.current_thread():
             fed.thread = weakref.ref(threading.current_thread())
         gone = fed.unused and now != fed.marks and (not any(now) or fed.is_zero()) and fed.versions == _versions(fed)
-        return Cleared(fed.carried and fed.stale and not gone, gone, fed.discards, now != fed.marks)
+        written = now != fed.marks
+        return Cleared(fed.carried and fed.stale and not gone, gone, fed.discards, written, fed.mixed and not gone)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a step has used the gradients."""
         for other in self._living():  # nothing of theirs is read
+            other.foreign = other.line if other.unused and other.foreign is None else other.foreign
             other.unused = False
         fed = self.of(optimizer)
+        fed.foreign, fed.mixed = None, False
         fed.marks = fed.look()
         fed.stale, fed.carried, fed.discards = any(fed.marks), False, 0
 

@@ -1,4 +1,4 @@
-"""A stream whose length nobody knows, and a sampler of the script's own that is never told the epoch."""
+"""A stream whose length nobody knows, a sampler of the script's own that is never told the epoch, one batch for all."""
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 own = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4, sampler=Shuffled())
-for loader in (DataLoader(Stream(), batch_size=4), own, own):
+same = DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4)
+for loader in (DataLoader(Stream(), batch_size=4), own, own, same):
     for batch in loader:
         x = batch if isinstance(batch, torch.Tensor) else batch[0]
         optimizer.zero_grad()

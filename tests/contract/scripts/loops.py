@@ -225,6 +225,16 @@ def recipes():
     never = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     steps(model, optimizer, 45)
     del never
+    model, optimizer = wrapped()
+    for _ in range(2):  # a loss that counts twice, and clipping that comes too late
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.module.load_state_dict({}, strict=False)
+    steps(model, optimizer)
     model, _ = wrapped(nn.Linear(8, 4))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 

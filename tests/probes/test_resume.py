@@ -1,0 +1,157 @@
+"""Whether what was loaded, and what begins, belongs to one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.training_events import Loaded
+from ddpdebug.probes.training_loop.resume import Resume
+from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.schema.announcements import Restored
+
+ENTRIES = entries_of(Guard(lambda part, message: pytest.fail(f"{part}: {message}")))
+
+
+class Run:
+    """A process that trains one model."""
+
+    def __init__(self) -> None:
+        self.told: list[Restored] = []
+        self.schedules = Schedules(ENTRIES)
+        self.resume = Resume(self.told.append, self.schedules)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    def load(self, state: dict[str, torch.Tensor], part: nn.Module | None = None, *, strict: bool = False) -> None:
+        """Load weights."""
+        model = part or self.model
+        result = model.load_state_dict(state, strict=strict)
+        self.resume.loaded(Loaded(type(model).__name__, "train.py:3", model, result))
+
+    def train(self, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+        """Take steps of an optimizer."""
+        for _ in range(steps):
+            self.resume.before_step(optimizer)
+            self.schedules.before_step(optimizer, 1)
+            dtype = next(self.model.parameters()).dtype
+            self.model(torch.randn(5, 3, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+
+    def kinds(self) -> list[str]:
+        """Return what was told, in order."""
+        return [fact.kind for fact in self.told]
+
+
+def adam(run: Run) -> torch.optim.Adam:
+    """Make an optimizer for a run's model."""
+    return torch.optim.Adam(run.model.parameters())
+
+
+def test_names_that_differ_by_what_stands_before_them() -> None:
+    """None has fitted, or some have not that would."""
+    run = Run()
+    own = run.model.state_dict()
+    run.load({f"module.{name}": value for name, value in own.items()})
+    run.load({})
+    run.load({name if name.startswith("0.") else f"head.{name}": value for name, value in own.items()})
+    assert run.told == []  # another load may follow
+    run.train(adam(run))
+    lacking = ("1.weight", "1.bias")
+    assert [(fact.fitted, fact.names) for fact in run.told] == [(0, lacking), (0, lacking), (2, lacking)]
+
+
+def test_a_load_that_is_tried_again_until_all_names_fit() -> None:
+    """As a whole, or part by part."""
+    run = Run()
+    own = run.model.state_dict()
+    run.load({f"module.{name}": value for name, value in own.items()})
+    run.load(own)
+    run.load({f"module.{name}": value for name, value in own.items()})
+    for part in run.model:
+        run.load(part.state_dict(), part)
+    run.train(adam(run))
+    assert run.kinds() == []
+
+
+def test_a_load_that_leaves_a_part_out_by_choice() -> None:
+    """A new head, an adapter alone, or all of it."""
+    run = Run()
+    own = run.model.state_dict()
+    run.load({name: value for name, value in own.items() if name.startswith("0.")})
+    run.load({**{name: value for name, value in own.items() if name.startswith("0.")}, "fc.weight": own["1.weight"]})
+    run.load(own, strict=True)
+    run.train(adam(run))
+    assert run.kinds() == []
+
+
+def test_weights_that_were_overwritten_before_the_first_step() -> None:
+    """All of them; a part that is made anew is meant so."""
+
+    def begin(change: Callable[[nn.Linear], object], steps: int = 0) -> list[str]:
+        run = Run()
+        before = adam(run)
+        run.train(before, 1)
+        run.load({name: value + 1 for name, value in run.model.state_dict().items()})
+        run.train(before, steps)
+        for module in run.model:
+            assert isinstance(module, nn.Linear)
+            change(module)
+        run.train(torch.optim.SGD(run.model.parameters()))
+        return run.kinds()
+
+    assert begin(lambda module: module.reset_parameters()) == ["overwritten"]
+    assert begin(lambda module: module.reset_parameters() if module.in_features == 4 else None) == []
+    assert begin(lambda module: module.double()) == []
+    assert begin(lambda module: None, steps=1) == []  # they were trained
+
+
+def test_parameters_that_were_loaded_can_be_swapped() -> None:
+    """Which a weak reference to a tensor would keep from working."""
+    run = Run()
+    run.load(run.model.state_dict())
+    for p in run.model.parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p)))
+    run.train(adam(run))
+    assert run.kinds() == []
+
+
+def test_an_optimizer_that_begins_under_a_schedule_that_goes_on() -> None:
+    """Of those that keep a state; with it the run is one that goes on."""
+
+    def begin(kind: type[torch.optim.Optimizer], *, restored: bool) -> list[str]:
+        run, before = Run(), Run()
+        old = kind(before.model.parameters(), lr=0.1)
+        before.train(old)
+        optimizer = kind(run.model.parameters(), lr=0.1)
+        if restored:
+            optimizer.load_state_dict(old.state_dict())
+        schedule = lr_scheduler.StepLR(optimizer, 10)
+        run.schedules.built(schedule)
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 50})
+        run.train(optimizer)
+        return run.kinds()
+
+    assert begin(torch.optim.Adam, restored=False) == ["optimizer"]
+    assert begin(torch.optim.Adam, restored=True) == ["resumed"]
+    assert begin(torch.optim.SGD, restored=False) == []
+
+
+def test_an_optimizer_that_is_made_again_and_again() -> None:
+    """Of those that keep a state, and unless weights were loaded: rounds of averaging do that."""
+    run = Run()
+    for _ in range(3):
+        run.train(adam(run))
+    assert [(fact.kind, fact.calls, fact.steps) for fact in run.told] == [("rebuilt", 1, 3), ("rebuilt", 2, 3)]
+    run.told.clear()
+    for _ in range(3):
+        run.load(run.model.state_dict())
+        run.train(adam(run))
+    for _ in range(3):
+        run.train(torch.optim.SGD(run.model.parameters(), lr=0.1))
+    assert run.kinds() == []
