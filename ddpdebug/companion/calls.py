@@ -1,18 +1,15 @@
-"""What the rank and its companion say to each other, as JSON in messages that begin with their length."""
+"""What the rank and its companion say to each other, as JSON."""
 
 from __future__ import annotations
 
 import base64
 import json
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 from ddpdebug.run_directory.reader import chosen_of, with_chosen
 from ddpdebug.schema.row import decode, encode
 from ddpdebug.schema.step import Step, step_of
-
-HEAD = struct.Struct("<I")
 
 
 def json_of_step(step: Step) -> dict[str, Any]:

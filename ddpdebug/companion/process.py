@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import select
 import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddpdebug.companion.calls import HEAD, dumped
+from ddpdebug.companion.calls import dumped
 from ddpdebug.companion.judge import Judge
+from ddpdebug.processes.beside import Channel, GoneError
 
 #: It yields to the ranks, which wait for each other, and to the host where memory runs out.
 _NICE, _KILLED_FIRST = 5, "800"
@@ -27,7 +28,7 @@ def main(words: tuple[int, int]) -> None:
     connection, rank = words
     try:
         _behave()
-        _serve(socket.socket(fileno=connection), rank)
+        _serve(Channel(socket.socket(fileno=connection)), rank)
     finally:
         os._exit(0)
 
@@ -43,39 +44,15 @@ def _behave() -> None:
         Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST, encoding="ascii")
 
 
-def _serve(connection: socket.socket, rank: int) -> None:
+def _serve(rank: Channel, process: int) -> None:
     judge: Judge | None = None
-    while (message := _read(connection, rank)) is not None:
-        said: dict[str, Any] = json.loads(message)
-        try:
-            judge = judge or Judge(said["begin"])
-            answer = dumped(judge.reply(said["calls"]))
-        except Exception as error:  # noqa: BLE001 - the rank says that nothing is judged any more
-            answer = dumped({"failed": f"{type(error).__name__}: {error}"})
-        try:
-            connection.sendall(HEAD.pack(len(answer)) + answer)
-        except OSError:
-            return
-
-
-def _read(connection: socket.socket, rank: int) -> bytes | None:
-    """Return the next message; None once the rank has gone."""
-    head = _exactly(connection, rank, HEAD.size)
-    return None if head is None else _exactly(connection, rank, HEAD.unpack(head)[0])
-
-
-def _exactly(connection: socket.socket, rank: int, size: int) -> bytes | None:
-    data = bytearray()
-    poll = select.poll()
-    for descriptor in (connection.fileno(), rank):
-        if descriptor >= 0:
-            poll.register(descriptor, select.POLLIN)
-    while len(data) < size:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if connection.fileno() not in ready:  # the rank has gone, though children of it may have the connection open
-            return None
-        piece = connection.recv(min(size - len(data), 1 << 20))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+    with suppress(GoneError):
+        while True:
+            said: dict[str, Any] = json.loads(rank.receive(None, process) or b"{}")
+            try:
+                judge = judge or Judge(said["begin"])
+                answer = dumped(judge.reply(said["calls"]))
+            except Exception as error:  # noqa: BLE001 - the rank says that nothing is judged any more
+                answer = dumped({"failed": f"{type(error).__name__}: {error}"})
+            rank.send(answer)
+            rank.flush(math.inf)

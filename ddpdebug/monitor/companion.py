@@ -6,9 +6,6 @@ Nothing here waits for long: a reply that does not come at once is taken in a la
 from __future__ import annotations
 
 import json
-import os
-import select
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,9 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddpdebug.clock import time
-from ddpdebug.companion.calls import HEAD, dumped, json_of_step
-from ddpdebug.disk import Kept
-from ddpdebug.processes import detached
+from ddpdebug.companion.calls import dumped, json_of_step
+from ddpdebug.processes.beside import Beside, Channel, GoneError
 from ddpdebug.schema.announcements import Announcement
 from ddpdebug.schema.finding import Finding, strict
 from ddpdebug.schema.requests import Request
@@ -49,10 +45,6 @@ class Reply:
     curious: list[str] = field(default_factory=list)
 
 
-class _Gone(Exception):  # noqa: N818 - of a process
-    """The companion does not answer any more."""
-
-
 class _Way(Protocol):
     """A way to the rules."""
 
@@ -61,98 +53,9 @@ class _Way(Protocol):
     def close(self) -> None: ...
 
 
-class Beside:
-    """The process beside this rank.
-
-    Raises:
-        OSError: there can be none.
-    """
-
-    def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._socket, theirs = socket.socketpair()
-        self._kept = Kept(self._socket.fileno())
-        self._out, self._in = bytearray(), bytearray()
-        rank = -1
-        with suppress(OSError, AttributeError):  # an old kernel: the end of the connection shows it
-            rank = os.pidfd_open(self._owner)
-        try:
-            detached.start("ddpdebug.companion.process", (theirs.fileno(), rank), (theirs.fileno(), rank))
-        except BaseException:  # an audit hook of the script's may raise anything
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
-            if rank >= 0:
-                os.close(rank)
-        self._socket.setblocking(False)
-
-    def send(self, message: bytes) -> None:
-        """Send a message, the part that does not go now with the next `receive`."""
-        self._out += HEAD.pack(len(message)) + message
-        self._push()
-
-    def receive(self, seconds: float) -> bytes | None:
-        """Return the next message, waiting so long for it; None where it has not come."""
-        until = time.monotonic() + seconds
-        while True:
-            self._push()
-            if (message := self._taken()) is not None:
-                return message
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
-            left = until - time.monotonic()
-            if not poll.poll(max(0.0, left) * 1000) or left < 0:
-                return None
-            self._pull()
-
-    def close(self) -> None:
-        """Let it go: it ends."""
-        if os.getpid() != self._owner:
-            return
-        if self._kept:
-            self._socket.close()
-        else:  # the script has closed it; what has its number now is the script's
-            self._socket.detach()
-
-    def _push(self) -> None:
-        self._check()
-        with suppress(BlockingIOError):
-            while self._out:
-                try:
-                    sent = self._socket.send(self._out, socket.MSG_NOSIGNAL)
-                except BlockingIOError:
-                    raise
-                except OSError as error:
-                    raise _Gone(str(error)) from None
-                del self._out[:sent]
-
-    def _pull(self) -> None:
-        self._check()
-        with suppress(BlockingIOError):
-            try:
-                data = self._socket.recv(1 << 20)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                raise _Gone(str(error)) from None
-            if not data:
-                raise _Gone("its process has ended")
-            self._in += data
-
-    def _taken(self) -> bytes | None:
-        if len(self._in) < HEAD.size:
-            return None
-        end = HEAD.size + HEAD.unpack_from(self._in)[0]
-        if len(self._in) < end:
-            return None
-        message = bytes(self._in[HEAD.size : end])
-        del self._in[:end]
-        return message
-
-    def _check(self) -> None:
-        if os.getpid() != self._owner or not self._kept:
-            raise _Gone("the script has closed the connection")
+def start() -> Channel:
+    """Start the process in which the rules judge, and return the way to it; raise OSError where there can be none."""
+    return Beside("ddpdebug.companion.process").channels[0]
 
 
 class _Here:
@@ -193,7 +96,7 @@ class Companion:
         log: Callable[[], Path | None],
         known: Callable[[], Sequence[Finding]],
         trouble: Callable[[str, str], object],
-        start: Callable[[], _Way] = Beside,
+        start: Callable[[], _Way] = start,
     ) -> None:
         self._start = start
         self._begin, self._log, self._known, self._trouble = dict(strict(begin)), log, known, trouble
@@ -306,7 +209,7 @@ class Companion:
         first = b"" if self._way is not None else b'"begin":' + dumped(self._open()) + b","
         assert self._way is not None
         self._sent, self._calls, self._since = self._calls, [], time.monotonic()
-        with suppress(_Gone):  # it is seen where the answer is looked for
+        with suppress(GoneError):  # it is seen where the answer is looked for
             self._way.send(b"{" + first + b'"calls":[' + b",".join(self._sent) + b"]}")
 
     def _open(self) -> dict[str, Any]:
@@ -328,7 +231,7 @@ class Companion:
             return
         try:
             answer = self._way.receive(until - time.monotonic())
-        except _Gone as error:
+        except GoneError as error:
             self._leave(str(error))
             return
         if answer is not None:

@@ -18,11 +18,12 @@ from ddpdebug.exchange.partial import set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.ticks import Tick
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.monitor.companion import Beside, Companion, Reply
+from ddpdebug.monitor.companion import Companion, Reply, start
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.first_steps import FirstSteps
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.sampling import Schedule
+from ddpdebug.processes.beside import Channel
 from ddpdebug.run_directory.reader import last_state
 from ddpdebug.schema.announcements import Announcement, End
 from ddpdebug.schema.finding import Finding
@@ -60,7 +61,7 @@ class Outlets:
     log: Callable[[], Path | None]
     announce_again: Callable[[], object]
     trouble: Callable[[str, str], None]
-    start: Callable[[], Beside] = Beside
+    start: Callable[[], Channel] = start
 
 
 class Judging:

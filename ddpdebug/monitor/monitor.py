@@ -40,7 +40,7 @@ from ddpdebug.forensics.replay.investigator import Investigator
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.monitor.companion import Beside
+from ddpdebug.monitor import companion
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
@@ -58,6 +58,7 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import GroupEnds, NeverStepped, OptimizerEnded, StepClosed, StepPassed
 from ddpdebug.processes import stacks
+from ddpdebug.processes.beside import Channel
 from ddpdebug.processes.linger import Keeper
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
@@ -137,7 +138,7 @@ class Monitor:
     """
 
     _keeper: Keeper | None = None  # serves the end of this process
-    _ready: Beside | None = None  # the companion, until it is needed
+    _ready: Channel | None = None  # the companion, until it is needed
     _pusher: Pusher | None = None  # sends a hub what the run directory has
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
     _progress_watch: ProgressWatch | None = None  # of several ranks
@@ -451,7 +452,8 @@ class Monitor:
         self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
         self._pusher = self.guard.run("pusher", start_pusher, self.config, os.environ, self._trouble)
         if os.environ.get("RANK", "0") == "0" and sys.platform.startswith("linux"):
-            self._ready = self.guard.run("companion", Beside)  # before the script goes on, which can look at processes
+            # before the script goes on, which can look at processes
+            self._ready = self.guard.run("companion", companion.start)
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.guard.run("patches", self.probes.patches.install)
@@ -575,9 +577,9 @@ class Monitor:
         )
         return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
 
-    def _beside(self) -> Beside:
+    def _beside(self) -> Channel:
         ready, self._ready = self._ready, None
-        return ready or Beside()
+        return ready or companion.start()
 
     def _watch_progress(self) -> ProgressWatch | None:
         if self.world == 1:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpdebug.clock import time
+from ddpdebug.processes.beside import Beside, Channel, GoneError
 from ddpdebug.run_directory.mirror import Held, Mirror, Piece, encode
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _PUSH = 45.0
 _LAST_WORDS = 2.0
 #: Once the rank has gone, others of the run may still write for so long; a hub that does not answer is given so long.
 _AFTER, _PATIENCE = 6.0, 60.0
-_MAX_MESSAGE, _MAX_ANSWER = 1 << 14, 8 << 20
+_MAX_ANSWER = 8 << 20
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------
@@ -55,50 +56,23 @@ class Pusher:
     """
 
     def __init__(self) -> None:
-        from ddpdebug.disk import Kept  # noqa: PLC0415 - the other side does without
-        from ddpdebug.processes.detached import start  # noqa: PLC0415
-
-        self._owner = os.getpid()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._kept = Kept(self._socket.fileno())
-        rank = -1
-        with suppress(OSError, AttributeError):  # an old kernel: the end of the socket tells
-            rank = os.pidfd_open(self._owner)
-        try:
-            start("ddpdebug.processes.pusher", (theirs.fileno(), rank), (theirs.fileno(), rank))
-        except OSError:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
-            if rank >= 0:
-                os.close(rank)
+        (self._channel,) = Beside("ddpdebug.processes.pusher").channels
 
     def tell(self, **facts: Any) -> None:
         """Tell the process `url`, `token`, `token_file` and `directory`, and later `end`."""
-        if os.getpid() == self._owner and self._kept:
-            with suppress(OSError):
-                self._socket.send(json.dumps(facts).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        with suppress(GoneError):
+            self._channel.send(json.dumps(facts).encode())
 
     def hear(self, seconds: float = 0.0) -> dict[str, Any]:
         """Return what the process has said, waiting so long for it; empty where that is nothing."""
-        if os.getpid() == self._owner and self._kept:
-            with suppress(OSError, ValueError):
-                poll = select.poll()
-                poll.register(self._socket, select.POLLIN)
-                if poll.poll(seconds * 1000):
-                    said = json.loads(self._socket.recv(_MAX_MESSAGE) or b"{}")
-                    return said if isinstance(said, dict) else {}
+        with suppress(GoneError):
+            said = json.loads(self._channel.receive(seconds) or b"{}")
+            return said if isinstance(said, dict) else {}
         return {}
 
     def close(self) -> None:
         """Let go of the process; one that was told of no run ends."""
-        if os.getpid() != self._owner:
-            return
-        if self._kept:
-            self._socket.close()
-        else:  # the script has closed it; what has its number now is the script's
-            self._socket.detach()
+        self._channel.close()
 
 
 # --- whoever sends ----------------------------------------------------------------------------------------------------
@@ -177,7 +151,7 @@ def main(words: tuple[int, int]) -> None:
     """Push a run until it has ended and the hub has it; ends the process."""
     control, rank = words
     try:
-        _Process(socket.socket(fileno=control), rank).run()
+        _Process(Channel(socket.socket(fileno=control)), rank).run()
     finally:
         os._exit(0)
 
@@ -185,10 +159,9 @@ def main(words: tuple[int, int]) -> None:
 class _Process:
     """What runs beside the rank."""
 
-    def __init__(self, control: socket.socket, rank: int) -> None:
+    def __init__(self, control: Channel, rank: int) -> None:
         self._control, self._rank = control, rank
         self._facts: dict[str, Any] = {}
-        self._talks = True  # the rank's end is open
         self._gone: float | None = None  # since when the rank is not there any more
         self._ended: float | None = None  # since when the run is over, as far as the rank knows
         self._deadline = float("inf")
@@ -225,7 +198,7 @@ class _Process:
     def run(self) -> None:
         """Wait for a run, and push it."""
         while "directory" not in self._facts:
-            if self._gone is not None or not self._talks:
+            if self._gone is not None or self._control.gone:
                 return
             self._wait(None)
         facts = self._facts
@@ -285,24 +258,22 @@ class _Process:
             self._tell(trouble=f"the hub at {url} does not take the run: {reason}{'' if for_good else f'; {later}'}")
 
     def _tell(self, **words: Any) -> None:
-        with suppress(OSError):
-            self._control.send(json.dumps(words).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        with suppress(GoneError):
+            self._control.send(json.dumps(words).encode())
 
     def _wait(self, seconds: float | None) -> None:
         """Wait for so long, or until the rank says something, or has gone."""
         poll = select.poll()
-        if self._talks:
-            poll.register(self._control, select.POLLIN)
-        if self._rank >= 0 and self._gone is None:
+        if self._rank >= 0:
             poll.register(self._rank, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)}
-        if self._talks and self._control.fileno() in ready:
-            data = b""
-            with suppress(OSError):
-                data = self._control.recv(_MAX_MESSAGE)
-            self._talks = bool(data)
-            self._facts |= json.loads(data or b"{}")
-        if self._rank in ready or (self._rank < 0 and not self._talks):
+        if not self._control.gone:
+            with suppress(GoneError):
+                self._facts |= json.loads(self._control.receive(seconds, self._rank) or b"{}")
+        elif self._gone is None:
+            poll.poll(None if seconds is None else seconds * 1000)
+        else:
+            time.sleep(seconds or 0.0)
+        if self._gone is None and self._control.gone and (self._rank < 0 or poll.poll(0)):
             self._gone = time.monotonic()
         if self._ended is None and ("end" in self._facts or self._gone is not None):
             self._ended = time.monotonic()

@@ -22,6 +22,7 @@ from ddpdebug.commands import main
 from ddpdebug.hub.app import create
 from ddpdebug.hub.auth import Auth
 from ddpdebug.hub.store import Store
+from ddpdebug.processes.beside import Channel
 from ddpdebug.processes.pusher import Post, RefusedError, _Process
 from ddpdebug.run_directory.mirror import Mirror, is_document
 from tests.hub.runs import MadeUp, Site, finding, serving
@@ -359,11 +360,11 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         pass
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # these are the test's
     monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = (Channel(end) for end in socket.socketpair())
     process, mirror = _Process(theirs, -1), Mirror(MadeUp().write(tmp_path / "run"))
     process._facts = {"directory": "d"}
     assert not process._push(mirror, Post(url, KEY, lambda: ""))
-    assert "does not take the run" in json.loads(ours.recv(1 << 14, socket.MSG_DONTWAIT))["trouble"]
+    assert "does not take the run" in json.loads(ours.receive() or b"")["trouble"]
     mirror.close()
     for each in (ours, theirs):
         each.close()

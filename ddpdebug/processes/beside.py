@@ -1,0 +1,170 @@
+"""A process of ours beside this one, and what both sides say to each other: messages of any length. Torch-free.
+
+Nothing here holds up the job: what cannot be sent now goes with what follows. A script may close what it has not
+opened, and fork: the connection is used by the process that has it, and as long as its number leads to it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+from ddpdebug.clock import time
+from ddpdebug.disk import Kept
+from ddpdebug.processes import detached
+
+#: Begins a message: its length.
+_HEAD = struct.Struct("<I")
+
+
+class GoneError(Exception):
+    """The other side does not answer any more."""
+
+
+class Channel:
+    """One end of a connection; for one thread at a time."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._owner, self._socket, self._kept = os.getpid(), end, Kept(end.fileno())
+        self._out, self._in = bytearray(), bytearray()
+        self.gone = False  # the other side has, or this one was closed
+        end.setblocking(False)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, the part that does not go now with the next call.
+
+        Raises:
+            GoneError: the other side has gone.
+        """
+        self._out += _HEAD.pack(len(message)) + message
+        self._push()
+
+    def receive(self, seconds: float | None = 0.0, process: int = -1) -> bytes | None:
+        """Return the next message, waiting so long for it; None where it has not come.
+
+        Args:
+            process: descriptor of the process on the other side, whose children may have the connection open.
+
+        Raises:
+            GoneError: there are no more messages, and the other side has gone.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self._push()
+            if (message := self._taken()) is not None:
+                return message
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
+            if process >= 0:
+                poll.register(process, select.POLLIN)
+            left = None if until is None else max(0.0, until - time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(None if left is None else left * 1000)}
+            if not ready:
+                return None
+            if self._socket.fileno() not in ready:
+                self._end("its process has ended")
+            self._pull()
+
+    def flush(self, seconds: float) -> None:
+        """Wait so long for what is still to be sent."""
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while self._out and (left := until - time.monotonic()) > 0:
+            poll.poll(min(left, 1.0) * 1000)
+            self._push()
+
+    def close(self) -> None:
+        """Let the other side go."""
+        if self._socket.fileno() < 0 or os.getpid() != self._owner:
+            return
+        self.gone = True
+        if self._kept:
+            self._socket.close()
+        else:  # the script has closed it; what has its number now is the script's
+            self._socket.detach()
+
+    def _end(self, why: str) -> None:
+        self.gone = True
+        raise GoneError(why)
+
+    def _push(self) -> None:
+        self._check()
+        with suppress(BlockingIOError):
+            while self._out:
+                try:
+                    sent = self._socket.send(self._out, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    raise
+                except OSError as error:
+                    self._end(str(error))
+                del self._out[:sent]
+
+    def _pull(self) -> None:
+        self._check()
+        with suppress(BlockingIOError):
+            try:
+                data = self._socket.recv(1 << 20)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                self._end(str(error))
+            if not data:
+                self._end("its process has ended")
+            self._in += data
+
+    def _taken(self) -> bytes | None:
+        if len(self._in) < _HEAD.size:
+            return None
+        end = _HEAD.size + _HEAD.unpack_from(self._in)[0]
+        if len(self._in) < end:
+            return None
+        message = bytes(self._in[_HEAD.size : end])
+        del self._in[:end]
+        return message
+
+    def _check(self) -> None:
+        if os.getpid() != self._owner or self._socket.fileno() < 0 or not self._kept:
+            self._end("the script has closed the connection")
+
+
+class Beside:
+    """A process beside this one, which calls `main` of a module with its ends of the connections and our process.
+
+    Args:
+        words: what it is told besides.
+        channels: how many connections there are.
+
+    Raises:
+        OSError: there can be no such process.
+    """
+
+    def __init__(self, module: str, *words: Any, channels: int = 1) -> None:
+        mine, theirs, own = list[socket.socket](), list[socket.socket](), -1
+        try:
+            for _ in range(channels):
+                for ends, end in zip((mine, theirs), socket.socketpair(), strict=True):
+                    ends.append(end)
+            with suppress(OSError, AttributeError):  # an old kernel: the end of the connection shows it
+                own = os.pidfd_open(os.getpid())
+            files = (*(end.fileno() for end in theirs), own)
+            detached.start(module, (*files, *words), files)
+        except BaseException:  # an audit hook of the script's may raise anything
+            for end in mine:
+                end.close()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
+            if own >= 0:
+                os.close(own)
+        self.channels = [Channel(end) for end in mine]
+
+    def close(self) -> None:
+        """Let it go."""
+        for channel in self.channels:
+            channel.close()
