@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from ddpdebug.clock import time
 from ddpdebug.companion.calls import dumped, json_of_step
-from ddpdebug.processes.beside import Beside, Channel, GoneError
+from ddpdebug.monitor.served import Host
+from ddpdebug.processes.beside import GoneError
 from ddpdebug.schema.announcements import Announcement
 from ddpdebug.schema.finding import Finding, strict
 from ddpdebug.schema.requests import Request
@@ -51,11 +52,6 @@ class _Way(Protocol):
     def send(self, message: bytes) -> None: ...
     def receive(self, seconds: float) -> bytes | None: ...
     def close(self) -> None: ...
-
-
-def start() -> Channel:
-    """Start the process in which the rules judge, and return the way to it; raise OSError where there can be none."""
-    return Beside("ddpdebug.companion.process").channels[0]
 
 
 class _Here:
@@ -96,9 +92,10 @@ class Companion:
         log: Callable[[], Path | None],
         known: Callable[[], Sequence[Finding]],
         trouble: Callable[[str, str], object],
-        start: Callable[[], _Way] = start,
+        start: Callable[[], _Way] | None = None,
     ) -> None:
-        self._start = start
+        self._host = Host()  # of its own, unless it is given the way
+        self._start = start or self._host.judge
         self._begin, self._log, self._known, self._trouble = dict(strict(begin)), log, known, trouble
         self._way: _Way | None = None
         self._starts = 0
@@ -183,6 +180,7 @@ class Companion:
         if self._way is not None:
             self._way.close()
             self._way = None
+        self._host.close()
 
     def _at_once(self, *call: Any) -> Reply:
         """Return what comes of a call now, by the rules in this process if need be."""

@@ -18,7 +18,7 @@ from ddpdebug.exchange.partial import set_of
 from ddpdebug.exchange.step_assembler import Assembler, fault_of
 from ddpdebug.exchange.ticks import Tick
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.monitor.companion import Companion, Reply, start
+from ddpdebug.monitor.companion import Companion, Reply
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.first_steps import FirstSteps
 from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
@@ -61,7 +61,7 @@ class Outlets:
     log: Callable[[], Path | None]
     announce_again: Callable[[], object]
     trouble: Callable[[str, str], None]
-    start: Callable[[], Channel] = start
+    start: Callable[[], Channel] | None = None
 
 
 class Judging:

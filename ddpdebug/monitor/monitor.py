@@ -40,7 +40,6 @@ from ddpdebug.forensics.replay.investigator import Investigator
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard, contained
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.monitor import companion
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
@@ -48,8 +47,9 @@ from ddpdebug.monitor.judging import Judging, Outlets
 from ddpdebug.monitor.many_ranks import MESSAGES
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
+from ddpdebug.monitor.served import Host, Served
 from ddpdebug.monitor.side_groups import Meeting, SideGroups
-from ddpdebug.monitor.sinks import open_sinks, own_device, stand_in, start_keeper, start_pusher
+from ddpdebug.monitor.sinks import open_sinks, own_device, serves, stand_in, start_pusher, start_served
 from ddpdebug.monitor.spawned import Origin, Starts, note
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
@@ -58,8 +58,6 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import GroupEnds, NeverStepped, OptimizerEnded, StepClosed, StepPassed
 from ddpdebug.processes import stacks
-from ddpdebug.processes.beside import Channel
-from ddpdebug.processes.linger import Keeper
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
@@ -137,8 +135,7 @@ class Monitor:
         progress_watch: makes the watch over hangs.
     """
 
-    _keeper: Keeper | None = None  # serves the end of this process
-    _ready: Channel | None = None  # the companion, until it is needed
+    _served: Served | None = None  # has told the companion to serve
     _pusher: Pusher | None = None  # sends a hub what the run directory has
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
     _progress_watch: ProgressWatch | None = None  # of several ranks
@@ -202,7 +199,7 @@ class Monitor:
         self._steps = dict[int, int]()  # taken, by optimizer
         self._thread_seconds, self._closed = 0.0, False
         self._stopping = self._unguarded = False  # these and what follows: of the background thread
-        self._pid, self._began = os.getpid(), utc()
+        self._pid, self._began, self._host, self._door = os.getpid(), utc(), Host(), secrets.token_hex(8)
         bus, state = self.probes.bus, self.probes.state
         Investigator(
             bus,
@@ -359,11 +356,9 @@ class Monitor:
             lambda: run("close:coverage", self.covering.close, look=not yields()),
             self._let_store_go,
             lambda: contain("close:companion", self._judging.close),
-            lambda: self._ready is None or contain("close:companion", self._ready.close),
             lambda: contain("close:end", self._end, reason, exit_code),
             lambda: self.fanout is None or contain("close:sinks", self.fanout.close),
-            # one that no sink has given the end has nothing to wait for
-            lambda: self._keeper is None or contain("close:keeper", self._keeper.close),
+            lambda: contain("close:companion", self._host.close),
             lambda: self._pusher is None or contain("close:pusher", self._pusher.close),
             lambda: devices.failure.forget(self._device_failed),
         )
@@ -449,11 +444,8 @@ class Monitor:
     def install(self) -> None:
         """Put the hooks in place; from here on training is seen."""
         devices.failure.when(self._device_failed)
-        self._keeper = self.guard.run("keeper", start_keeper, self.config, os.environ, self._trouble)
         self._pusher = self.guard.run("pusher", start_pusher, self.config, os.environ, self._trouble)
-        if os.environ.get("RANK", "0") == "0" and sys.platform.startswith("linux"):
-            # before the script goes on, which can look at processes
-            self._ready = self.guard.run("companion", companion.start)
+        self._served = self.guard.run("companion", self._start_beside)
         if lacking := internals.missing():
             self._trouble("torch", f"this torch lacks {', '.join(lacking)}; some checks are off")
         self.guard.run("patches", self.probes.patches.install)
@@ -463,6 +455,19 @@ class Monitor:
         entries.at_exit("close", self._close_at_exit)
         entries.in_child("close:child", self.forked)
         self._on_group()
+
+    def _start_beside(self) -> Served | None:
+        """Start the companion before the script goes on, which can look at processes, and let it take its port."""
+        rank = int(os.environ.get("RANK", "0"))
+        local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+        leads = rank == 0 or (local_rank == 0 and serves(self.config, rank))
+        if not sys.platform.startswith("linux") or not leads:
+            return None
+        with suppress(Exception):  # where there can be none, who needs it says so
+            self._host.records()
+        if "RANK" not in os.environ:  # it is not certain which rank this is
+            return None
+        return start_served(self.config, os.environ, self._host, rank, local_rank, self._write_soon)
 
     def _close_at_exit(self) -> None:
         """End with the interpreter, which keeps the exception that ended the script.
@@ -534,8 +539,8 @@ class Monitor:
             if self.groups.store is None and not lost:
                 self.rank, self.world = 0, 1
             self.covering.begin(self.rank, expected, self.groups.store, self.groups.prefix)
-        if self.rank != 0 and self._ready is not None:  # the environment did not have the rank
-            self._beside().close()
+        if self.rank != 0 and os.environ.get("LOCAL_RANK") != "0":  # the environment may not have had the rank
+            self._host.close()
         note(self._origin, self.rank)
         self.probes.meet(self.world)
         self.elements.rank, self.disk.ranks = self.rank, self.world
@@ -572,14 +577,10 @@ class Monitor:
             known=lambda: self.reporter.known,
             log=lambda: self._home if self.rank == 0 else None,
             announce_again=self._announce_again,
-            start=self._beside,
+            start=self._host.judge,
             trouble=self._trouble,
         )
         return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
-
-    def _beside(self) -> Channel:
-        ready, self._ready = self._ready, None
-        return ready or companion.start()
 
     def _watch_progress(self) -> ProgressWatch | None:
         if self.world == 1:
@@ -650,7 +651,9 @@ class Monitor:
     def _join_run(self, run: Mapping[str, Any]) -> None:
         """Write where rank 0 does."""
         if self.fanout is None:
-            self.run_id = str(run["run_id"])
+            self.run_id, self._door = str(run["run_id"]), str(run["door"])
+            if os.environ.get("LOCAL_RANK") != "0":
+                self._host.joins = self._door
             self._open_sinks(Path(str(run["directory"])))
 
     def _identity(self) -> dict[str, Any]:
@@ -666,7 +669,7 @@ class Monitor:
             "~every_step": self.config.every_step,
             ADDRESS: self.groups.way_to_store(),
             "~neighbours": os.environ.get("LOCAL_WORLD_SIZE", ""),
-            "~run": {"directory": str(self.directory or ""), "run_id": self.run_id},
+            "~run": {"directory": str(self.directory or ""), "run_id": self.run_id, "door": self._door},
         }
 
     def _why_not_wait(self, missing: tuple[int, ...]) -> str | None:
@@ -682,7 +685,7 @@ class Monitor:
         self._home = self._home or directory
         who: dict[str, Any] = {"rank": self.rank, "world": self.world, "run_id": self.run_id, "time": utc()}
         who |= {"redactor": self.redactor, "disk": self.disk, "spawned": self._origin is not None}
-        who |= {"keeper": self._keeper, "pusher": self._pusher}
+        who |= {"host": self._host, "served": self._served, "door": self._door, "pusher": self._pusher}
         self.fanout, started = open_sinks(self.config, directory, self._home, **who)
         self._write(started)
         self.covering.opened()
@@ -1022,8 +1025,7 @@ class Monitor:
         self._write(ended)
         if self.fanout is not None:
             self.fanout.close()
-        if self._keeper is not None:
-            self._keeper.close()
+        self._host.close()
         if self._pusher is not None:
             self._pusher.close()
 
@@ -1100,6 +1102,9 @@ class Monitor:
             self.covering.off[part] = message
         if self.rank != 0:
             self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
+        self._write_soon(trouble)
+
+    def _write_soon(self, trouble: Trouble) -> None:
         with self._writing:
             if not self._has_sinks:
                 self._troubles.append(trouble)

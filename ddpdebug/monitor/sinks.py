@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import torch
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
-from ddpdebug.processes.linger import Keeper
+from ddpdebug.errors import text_of
+from ddpdebug.monitor.served import Host, Served, serving_of, settings_of
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import ANNOTATIONS
@@ -49,7 +50,9 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     disk: Disk,
     time: str,
     spawned: bool = False,
-    keeper: Keeper | None = None,
+    host: Host,
+    served: Served | None = None,
+    door: str = "",
     pusher: Pusher | None = None,
 ) -> tuple[Fanout, RunStarted]:
     """Return the sinks of a rank and the record with which the run begins.
@@ -57,17 +60,24 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     Args:
         directory: the run directory as it is shown.
         home: the same, also when the script changes its working directory.
-        keeper: serves the rank's end, where it serves metrics.
+        host: the process beside this rank.
+        served: has told it already to serve.
+        door: by what ranks of a node find the process of the first of them.
         pusher: sends a hub what the run directory has, where there is one to be told.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     fanout, url = Fanout((), redactor=redactor), None
     sinks: list[Sink] = [RunDirectory(home, rank, disk=disk, tell=fanout.write)]
-    if config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0):
-        url, more = _metrics(config, rank, local_rank, keeper)
+    if serves(config, rank):
+        served = served or start_served(config, os.environ, host, rank, local_rank, fanout.write)
+        url, more = (None, []) if served is None else _beside(served, home, fanout.write)
+        if served is not None and url is not None and (rank == 0 or local_rank == 0):
+            served.let_in(door, rank)
+        if url is None:
+            url, more = _metrics(config, rank, local_rank)
         sinks += more
-    elif keeper is not None:
-        keeper.close()
+    elif served is not None:
+        served.close()
     if rank == 0 and config.grafana_url is not None:
         sinks.append(_annotations(config.grafana_url, config.grafana_token_file, home, disk, fanout.write))
     if rank == 0 and pusher is not None:
@@ -101,24 +111,27 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     )
 
 
-def _metrics(config: Config, rank: int, local_rank: int, keeper: Keeper | None) -> tuple[str | None, list[Sink]]:
-    """Return the address of the metrics of a rank, and the sinks that serve them."""
-    from ddpdebug.processes.linger import ask_to_leave  # noqa: PLC0415 - a rank loads what it uses
-    from ddpdebug.sinks.prometheus.discovery import Discovery  # noqa: PLC0415
-    from ddpdebug.sinks.prometheus.exporter import PrometheusSink  # noqa: PLC0415
-    from ddpdebug.sinks.prometheus.server import Serving  # noqa: PLC0415
+def serves(config: Config, rank: int) -> bool:
+    """Return whether a rank has an endpoint."""
+    return config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0)
 
-    discovery = None if config.sd_dir is None else Discovery(config.sd_dir, keeper)
-    serving = Serving(
-        certificate=config.metrics_tls_cert,
-        key=config.metrics_tls_key,
-        client_ca=config.metrics_client_ca,
-        password_file=config.metrics_password_file,
-        every=(lambda: None) if discovery is None else discovery.keep,
-        avoid=ports_of_the_job(os.environ),
-        ask=ask_to_leave,
-        keeper=keeper,
-    )
+
+def _beside(served: Served, home: Path, tell: Callable[[Trouble], object]) -> tuple[str | None, list[Sink]]:
+    """Return the address at which a process beside this rank serves, and the sink that passes records on."""
+    served.log, served.tell = home, tell
+    url = served.open()
+    return url, [] if url is None else [served]
+
+
+def _metrics(config: Config, rank: int, local_rank: int) -> tuple[str | None, list[Sink]]:
+    """Return the address of the metrics of a rank, and the sinks that serve them in this process."""
+    from ddpdebug.sinks.prometheus.discovery import Discovery  # noqa: PLC0415 - a rank loads what it uses
+    from ddpdebug.sinks.prometheus.exporter import PrometheusSink  # noqa: PLC0415
+    from ddpdebug.sinks.prometheus.listening import ask_to_leave  # noqa: PLC0415
+
+    discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
+    every = (lambda: None) if discovery is None else discovery.keep
+    serving = replace(serving_of(config), every=every, avoid=ports_of_the_job(os.environ), ask=ask_to_leave)
     where = config.metrics_host, config.metrics_port
     prometheus = PrometheusSink(rank, *where, mode=config.metrics, local_rank=local_rank, serving=serving)
     return prometheus.url, [prometheus] if discovery is None else [prometheus, discovery]
@@ -154,18 +167,24 @@ def stand_in(home: Path, rank: int, disk: Disk, *, quiet: bool) -> list[Sink]:
     return [_HangsOnly(sink) for sink in sinks]
 
 
-def start_keeper(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Keeper | None:
-    """Start what serves the end of this process; None where nobody could find that, and where it cannot be started."""
-    found = config.sd_dir is not None or config.metrics_port != 0
-    serves = config.metrics == "per-rank" or (config.metrics == "rank0" and environ.get("RANK", "0") == "0")
-    lingers = config.linger > 0 and found
-    if not serves or not (lingers or config.push_outcome) or not sys.platform.startswith("linux"):
+def start_served(
+    config: Config,
+    environ: Mapping[str, str],
+    host: Host,
+    rank: int,
+    local_rank: int,
+    tell: Callable[[Trouble], object],
+) -> Served | None:
+    """Have the process beside this rank serve it; None where this process serves."""
+    if not serves(config, rank) or not sys.platform.startswith("linux"):
         return None
+    settings = settings_of(config, local_rank, ports_of_the_job(environ), contained=_is_contained(environ))
     try:
-        linger = config.linger if lingers else 0.0
-        return Keeper(linger, config.push_outcome, contained=_is_contained(environ))
-    except OSError as error:
-        tell("keeper", f"what the run comes to will not be served after its end: {error}")
+        return Served(host, settings)
+    except Exception as error:  # noqa: BLE001 - an audit hook of the script's may refuse it
+        if settings["linger"] or settings["push"]:  # the metrics are served by this process
+            message = f"what the run comes to will not be served after its end: {text_of(error)}"
+            tell(Trouble(part="companion", message=message))
         return None
 
 

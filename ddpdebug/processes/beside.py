@@ -101,6 +101,7 @@ class Channel:
                 except BlockingIOError:
                     raise
                 except OSError as error:
+                    self._out.clear()  # what it has said before can still be heard
                     self._end(str(error))
                 del self._out[:sent]
 
@@ -168,3 +169,37 @@ class Beside:
         """Let it go."""
         for channel in self.channels:
             channel.close()
+
+
+# --- a process that several ranks of a node have ----------------------------------------------------------------------
+
+
+def open_door(name: str) -> socket.socket | None:
+    """Return a socket at which processes of this machine connect by a name; None where another one has that."""
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        door.bind(_address(name))
+        door.listen()
+    except OSError:
+        door.close()
+        return None
+    return door
+
+
+def knock(name: str, seconds: float) -> Channel:
+    """Return a connection by a name, waiting so long until there is a process; raise OSError where there is none."""
+    until = time.monotonic() + seconds
+    while True:
+        end = socket.socket(socket.AF_UNIX)
+        try:
+            end.connect(_address(name))
+            return Channel(end)
+        except OSError:
+            end.close()
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
+
+
+def _address(name: str) -> str:
+    return f"\0ddpdebug-{os.getuid()}-{name}"  # an abstract one: it goes with the process

@@ -25,7 +25,7 @@ def test_no_other_thread_is_started_in_a_job() -> None:
     known = re.compile(r"threading\.(Thread|Timer)\(|start_new_thread|ThreadPoolExecutor|^import logging", re.MULTILINE)
     files = (file for file in _PACKAGE.rglob("*.py") if file.relative_to(_PACKAGE).parts[0] not in _ELSEWHERE)
     found = {file.relative_to(_PACKAGE).as_posix() for file in files if known.search(file.read_text("utf-8"))}
-    assert found == {"isolation/background.py", "processes/linger.py"}  # the keeper is a process of its own
+    assert found == {"isolation/background.py"}
 
 
 def test_signals_are_not_delivered_to_it() -> None:

@@ -178,10 +178,10 @@ _TAKEN_ONCE = {
         "processes/pusher.py": "in the process that sends a run to a hub",
     },
     "signal.signal": {
-        "companion/process.py": "in the process in which the rules judge",
+        "companion/owner.py": "in the process beside a rank",
+        "companion/process.py": "in the process beside a rank",
         "hub/serve.py": "in the process of the hub",
         "preflight/sandbox/time_limit.py": "as above, put back",
-        "processes/linger.py": "in the process that serves how a rank ended",
         "processes/pusher.py": "in the process that sends a run to a hub",
         "processes/supervisor.py": "in the process that waits for ranks",
         "pytest_plugin/zygote.py": "in the process that forks ranks",

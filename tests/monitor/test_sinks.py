@@ -1,4 +1,4 @@
-"""What a rank serves, what its run is called, and who serves its end."""
+"""What a rank serves, what its run is called, and what serves beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from ddpdebug.config.settings import Config
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import sinks
-from ddpdebug.monitor.sinks import run_name, runs_a_job, scheduler_job, start_keeper
+from ddpdebug.monitor.served import Host
+from ddpdebug.monitor.sinks import run_name, runs_a_job, scheduler_job, start_served
+from ddpdebug.sinks import Trouble
 
 
 @pytest.mark.parametrize(
@@ -37,35 +39,29 @@ def test_the_scheduler_s_job_is_read_from_the_environment() -> None:
     assert scheduler_job({"SLURM_JOB_ID": ""}) == ""
 
 
-class _Keeper:
-    """What was started, by its arguments."""
-
-    def __init__(self, linger: float, push: str | None, *, contained: bool) -> None:
-        self.how = (linger, push, contained)
-
-
 @pytest.mark.parametrize(
     ("options", "environ", "how"),
     [
-        ({}, {}, None),  # nobody knows the port
+        ({}, {}, (0.0, None, False)),  # nobody knows the port
         ({"metrics_port": 9400}, {}, (60.0, None, False)),
         ({"sd_dir": Path("sd")}, {"RANK": "3"}, (60.0, None, False)),
         ({"sd_dir": Path("sd")}, {"SLURM_JOB_ID": "3"}, (60.0, None, True)),
-        ({"sd_dir": Path("sd"), "linger": 0.0}, {}, None),
+        ({"sd_dir": Path("sd"), "linger": 0.0}, {"RANK": "1"}, (0.0, None, False)),
         ({"sd_dir": Path("sd"), "metrics": "off"}, {}, None),
         ({"sd_dir": Path("sd"), "metrics": "rank0"}, {"RANK": "0"}, (60.0, None, False)),
         ({"sd_dir": Path("sd"), "metrics": "rank0"}, {"RANK": "1"}, None),
-        ({"push_outcome": "http://g"}, {}, (0.0, "http://g", False)),
+        ({"push_outcome": "http://g"}, {"RANK": "1"}, (0.0, "http://g", False)),
     ],
 )
-def test_the_end_is_served_where_somebody_may_look(
+def test_a_process_serves_beside_the_ranks_that_have_an_endpoint(
     options: dict[str, Any], environ: dict[str, str], how: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process is started for anything else."""
-    monkeypatch.setattr(sinks, "Keeper", _Keeper)
+    """And their end, where somebody may look for it."""
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr(sinks, "Served", lambda _, settings: told.append(settings))
     monkeypatch.setattr("sys.platform", "linux")
-    started: Any = start_keeper(Config(**options), environ, lambda *_: None)
-    assert (None if started is None else started.how) == how
+    start_served(Config(**options), environ, Host(), int(environ.get("RANK", "0")), 0, lambda _: None)
+    assert [(one["linger"], one["push"], one["contained"]) for one in told] == ([] if how is None else [how])
 
 
 @pytest.mark.parametrize(
@@ -85,17 +81,19 @@ def test_a_container_whose_program_is_the_job_ends_with_it(command: bytes, job: 
     assert runs_a_job(command) is job
 
 
-def test_a_keeper_that_cannot_be_started_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on without."""
+def test_an_end_that_nobody_will_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank serves by itself, as long as it lives."""
 
-    def fails(*_: object, **__: object) -> None:
+    def fails(*_: object) -> None:
         raise OSError("no more processes")
 
-    said: list[tuple[str, str]] = []
-    monkeypatch.setattr(sinks, "Keeper", fails)
+    said = list[Trouble]()
+    monkeypatch.setattr(sinks, "Served", fails)
     monkeypatch.setattr("sys.platform", "linux")
-    assert start_keeper(Config(metrics_port=9400), {}, lambda *words: said.append(words)) is None
-    assert said == [("keeper", "what the run comes to will not be served after its end: no more processes")]
+    for options in ({}, {"metrics_port": 9400}):
+        assert start_served(Config(**options), {}, Host(), 0, 0, said.append) is None
+    message = "what the run comes to will not be served after its end: OSError: no more processes"
+    assert said == [Trouble(part="companion", message=message)]
 
 
 @pytest.mark.parametrize("address", ["pushgateway:9091", "ftp://x/", "http://"])

@@ -26,7 +26,7 @@ import pytest
 
 from ddpdebug.isolation import background
 from ddpdebug.monitor.sinks import ports_of_the_job
-from ddpdebug.sinks.prometheus import server as serving
+from ddpdebug.sinks.prometheus import listening, server as serving
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT
 from ddpdebug.sinks.prometheus.server import Endpoint, Form, Page, Serving, json_app
@@ -467,11 +467,11 @@ def test_only_get_is_answered(stack: ExitStack) -> None:
 
 def test_a_port_that_the_job_will_want_is_not_taken(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system chooses it, the next one is taken instead, and the other one is free again."""
-    bound = serving._bound
+    bound = listening._bound
     first = bound("127.0.0.1", 0)
     port = first.getsockname()[1]
     choices = [first]
-    monkeypatch.setattr(serving, "_bound", lambda host, port: choices.pop() if choices else bound(host, port))
+    monkeypatch.setattr(listening, "_bound", lambda host, port: choices.pop() if choices else bound(host, port))
     served = Endpoint({"/x": json_app(lambda: 1)}, "127.0.0.1", 0, Serving(avoid=frozenset({port})))
     stack.callback(served.close)
     assert choices == []

@@ -2,10 +2,10 @@
 
 Torch-free, and without prometheus_client.
 
-A file is written atomically, touched every minute while the process lives (also while training hangs), and removed at
-the end, by the rank or, where the rank's end is served for a while or the rank was killed, by its keeper
-(processes/linger.py). One that nobody touched for a quarter of an hour belongs to a machine that has gone: whoever
-shares the directory removes it. Until then Prometheus sees that rank as down, which is the alarm.
+A file is written atomically, touched every minute while the process lives that serves (also while training hangs), and
+removed at the end, however the rank has ended, where a process beside it serves (companion/speaker.py). One that
+nobody touched for a quarter of an hour belongs to a machine that has gone: whoever shares the directory removes it.
+Until then Prometheus sees that rank as down, which is the alarm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.sinks import Record, RunEnded, RunStarted
-from ddpdebug.sinks.prometheus.keeping import Keeper
 
 #: The files that `--sd-dir` holds, for `file_sd_configs`; unfinished ones begin with a dot.
 PATTERN = "ddpdebug-*.json"
@@ -124,21 +123,31 @@ class TargetFile:
             return bool(json.loads(other.read_bytes()[:_MAX_BYTES])[0]["targets"] == self._targets)
         return False
 
+    def move(self, address: str) -> None:
+        """Name another address."""
+        if self._is_own():
+            self._targets = [address]
+            entry = json.loads(self.text)[0] | {"targets": self._targets}
+            self.text = json.dumps([entry]) + "\n"
+            self._write()
+
     def remove(self) -> None:
-        """Take the rank off the list; a forked child leaves it."""
-        if os.getpid() == self._owner:
+        """Take the rank off the list, unless another one has its place; a forked child leaves it."""
+        if os.getpid() == self._owner and self._is_own():
             self.path.unlink(missing_ok=True)
+
+    def _is_own(self) -> bool:
+        try:
+            return self.path.read_text(encoding="utf-8") == self.text
+        except (OSError, ValueError):
+            return False
 
 
 class Discovery:
-    """The sink that keeps this rank's target file, from the first record to the last.
+    """The sink that keeps a rank's target file, from the first record to the last."""
 
-    Args:
-        keeper: removes the file where the rank cannot, and later where it serves the rank's end.
-    """
-
-    def __init__(self, directory: Path, keeper: Keeper | None = None) -> None:
-        self._directory, self._keeper = directory, keeper
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._file: TargetFile | None = None
 
     def write(self, record: Record) -> None:
@@ -148,9 +157,7 @@ class Discovery:
                 scheme, _, rest = url.partition("://")
                 # a file goes with its run: a target of a file that is down has died, which the rules look at
                 entry = target(rest.partition("/")[0], scheme, sd="file")
-                self._file = file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
-                if self._keeper is not None:
-                    self._keeper.tell(target=[str(file.path.absolute()), file.text])
+                self._file = TargetFile(self._directory, f"{record.run_id}-{record.rank}", entry)
             case RunEnded():
                 self.close()
 
@@ -159,8 +166,14 @@ class Discovery:
         if (file := self._file) is not None:
             file.keep()
 
+    def move(self, address: str) -> bool:
+        """Name another address; return whether there is a file to say so."""
+        if (file := self._file) is not None:
+            file.move(address)
+        return self._file is not None
+
     def close(self) -> None:
         """Take the rank off the list."""
         file, self._file = self._file, None
-        if file is not None and not (self._keeper is not None and self._keeper.lingers):
+        if file is not None:
             file.remove()

@@ -15,6 +15,7 @@ With several optimizers, loss, norms, rates and times are those of the one that 
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ from ddpdebug.sinks import (
 from ddpdebug.sinks.agreement import COMPARED, dissenters
 from ddpdebug.sinks.prometheus.discovery import target
 from ddpdebug.sinks.prometheus.exposition import OPENMETRICS, TEXT, openmetrics_of, text_of, wants_openmetrics
-from ddpdebug.sinks.prometheus.keeping import Keeper
+from ddpdebug.sinks.prometheus.listening import Serving
 from ddpdebug.sinks.prometheus.many import EVERY_RANK, ManyRanks, Recent, Shown
 from ddpdebug.sinks.prometheus.metrics import (
     INCIDENTS,
@@ -60,13 +61,12 @@ from ddpdebug.sinks.prometheus.metrics import (
     identity_of,
     incident_metrics,
     is_about_making,
-    label_text,
     own_metrics,
     rank_metrics,
     run_metrics,
     state_metrics,
 )
-from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, Serving, json_app
+from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, json_app
 from ddpdebug.sinks.text import ENDED, clean
 
 #: Series of a rank at most, a GPU's included: before it has found anything, and with everything found.
@@ -85,6 +85,8 @@ TOLD_ONCE = (
 )
 #: So many different kinds of ranks are kept, and for so many seconds, before they are counted for each rank.
 _MOST_KINDS, _COUNT_SECONDS = 16, 5.0
+#: Scrapes of one moment are one: they lie so many seconds apart otherwise.
+APART = 0.5
 #: Seconds for which ranks are believed that have said who takes part, or who waits; they say it every few seconds.
 _BELIEVED = 30.0
 
@@ -97,6 +99,7 @@ class PrometheusSink(Collector):
 
     Args:
         port: of local rank 0; 0 takes any free port.
+        waits: does not serve before it has a socket (`serve`).
         mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks; of more than
             `EVERY_RANK` of them aggregates and a few, all with `?detail=all`).
         serving: TLS, passwords and the like.
@@ -104,7 +107,7 @@ class PrometheusSink(Collector):
 
     part: ClassVar[str] = "prometheus"  # what messages call it
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - who serves, and where
         self,
         rank: int,
         host: str,
@@ -114,8 +117,9 @@ class PrometheusSink(Collector):
         local_rank: int = 0,
         clock: Callable[[], float] = time.time,
         serving: Serving | None = None,
+        waits: bool = False,
     ) -> None:
-        self._rank = rank
+        self._rank, self._host, self._serving = rank, host, serving or Serving()
         self._everyone = mode == "rank0"
         self._clock = clock
         self._ranks: dict[int, RankState] = {rank: RankState()}
@@ -125,7 +129,9 @@ class PrometheusSink(Collector):
         self._grave: dict[str, Finding] = {}  # at error or above: code -> the one that was seen last
         self._end: End | None = None
         self._ended = 0.0
-        self._keeper: Keeper | None = None
+        #: How often the end was scraped, in moments apart, and when last.
+        self.scrapes, self.scraped = 0, -math.inf
+        self._pages: list[Page] = []
         self._outvoted: dict[str, dict[int, frozenset[int]]] = {what: {} for what in COMPARED}
         self._disagreements = dict.fromkeys(COMPARED, 0)
         self._layers = Layers()
@@ -149,19 +155,25 @@ class PrometheusSink(Collector):
         self.url: str | None = None
         if rank == 0 or not self._everyone:
             share = SHARE_OF_ALL if self._everyone else SHARE
-            apps: dict[str, App] = {"/metrics": self._page(share)}
+            self._apps: dict[str, App] = {"/metrics": self._page(share)}
             if rank == 0:
-                apps["/sd"] = json_app(self._sd)
+                self._apps["/sd"] = json_app(self._sd)
             try:
-                first = port + local_rank if port and not self._everyone else port
-                serving = serving or Serving()
-                self._endpoint = served = Endpoint(apps, host, first, serving)
-                self.url = f"{served.scheme}://{served.address}/metrics"
-                if (keeper := serving.keeper) is not None:
-                    keeper.tell(serve={"host": host, **serving.files()}, files=(served.fileno(),))
-                    self._keeper = keeper
+                if not waits:
+                    self.serve(None, port + local_rank if port and not self._everyone else port)
             except OSError as error:
                 self._failure = error
+
+    def serve(self, listener: socket.socket | None, port: int = 0) -> str:
+        """Serve on a socket, or at a port; return the address."""
+        self._endpoint = served = Endpoint(self._apps, self._host, port, self._serving, listener=listener)
+        self.url = f"{served.scheme}://{served.address}/metrics"
+        return served.address
+
+    def move(self) -> str:
+        """Serve at another port; return the new address."""
+        self.close()
+        return self.serve(None)
 
     def write(self, record: Record) -> None:
         """Keep the record for the next scrape; raise OSError where no port could be taken."""
@@ -176,7 +188,6 @@ class PrometheusSink(Collector):
                 self._finding(record)
             case Trouble():
                 self._errors += 1
-                self._hand_over()
             case Covered():
                 self._coverage = record.coverage
             case Saved():
@@ -185,43 +196,21 @@ class PrometheusSink(Collector):
                 self._started = record
                 own = {"node": record.node, "local_rank": record.local_rank, "metrics": record.metrics_url}
                 self._place(record.rank, own)
-                self._hand_over()
             case RunEnded():
-                self._ended = self._clock()
-                self._end = end_of(record.reason, record.exit_code, gravest=self._gravest)
-                self._hand_over()
+                self.end(end_of(record.reason, record.exit_code, gravest=self.gravest))
                 self.close()
 
     def close(self) -> None:
         """Stop serving."""
         endpoint, self._endpoint = self._endpoint, None
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.close()
-        if endpoint is None:
-            return
-        if keeper is not None and keeper.lingers:
-            endpoint.leave()
-        else:
+        if endpoint is not None:
             endpoint.close()
 
-    def _hand_over(self) -> None:
-        """Give the keeper what there will be to serve when this process has gone; when that has changed."""
-        keeper, started = self._keeper, self._started
-        if keeper is None or started is None:
-            return
-        facts: dict[str, Any] = {
-            "page": text_of(self._lasting()).decode(),
-            "labels": label_text({"rank": str(self._rank), **identity_of(started)}),
-            "grave": self._gravest,
-            "group": {"run_id": started.run_id, "rank": str(self._rank)},
-        }
-        if self._rank == 0:
-            keeper.tell(sd=self._sd())  # apart: of thousands of ranks it is too long to be sent
-        if self._end is None:
-            keeper.tell(**facts)
-        else:
-            keeper.end(**facts, end=[int(self._end.state), self._end.outcome, self._end.cause, self._ended])
+    def end(self, end: End) -> None:
+        """Take how the rank has ended: from now on what lasts is served."""
+        self._end, self._ended = end, self._clock()
+        for page in self._pages:
+            page.forget()
 
     def _saved(self, record: Saved) -> None:
         match record:
@@ -303,11 +292,24 @@ class PrometheusSink(Collector):
 
         if finding.severity >= Severity.ERROR:
             self._grave[finding.code] = finding
-        if record.new:
-            self._hand_over()
 
     @property
-    def _gravest(self) -> str:
+    def port(self) -> int:
+        """Where it serves."""
+        return 0 if self._endpoint is None else self._endpoint.port
+
+    @property
+    def group(self) -> dict[str, str]:
+        """The labels by which a Pushgateway groups."""
+        return {"run_id": "" if self._started is None else self._started.run_id, "rank": str(self._rank)}
+
+    def page(self) -> bytes:
+        """Return what is served now."""
+        return text_of(self.collect())
+
+    @property
+    def gravest(self) -> str:
+        """The code of the gravest finding at error or above, empty where there is none."""
         worst = max(self._grave.copy().values(), key=lambda finding: finding.severity, default=None)
         return "" if worst is None else worst.code
 
@@ -358,13 +360,9 @@ class PrometheusSink(Collector):
             yield from self._identified(state_metrics(str(self._rank), self.state, self._end, self._ended))
 
     def _lasting(self) -> Iterator[Metric]:
-        """Return what is true of this process also when it has gone, but for the state.
-
-        Counters of steps are told at the end only: what a rank that was killed had told a while before would be less
-        than what was scraped since, which Prometheus takes for a new beginning.
-        """
-        found, ended = self._current(only=self._rank), self._end is not None
-        return self._identified(each for each in found if each.name in LASTING or (ended and each.type == "counter"))
+        """Return what is true of this process also when it has gone, but for the state."""
+        found = self._current(only=self._rank)
+        return self._identified(each for each in found if each.name in LASTING or each.type == "counter")
 
     def _identified(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         identity = identity_of(self._started)
@@ -433,8 +431,12 @@ class PrometheusSink(Collector):
     def _page(self, share: float) -> App:
         usual = Page(lambda: text_of(self.collect()), _form, share)
         every = Page(lambda: text_of(self.collect(every=True)), _form, share)
+        self._pages += usual, every
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            now = time.monotonic()
+            if self._end is not None and now - self.scraped > APART:
+                self.scrapes, self.scraped = self.scrapes + 1, now
             asked = self._is_large and "all" in parse_qs(str(environ.get("QUERY_STRING", ""))).get("detail", ())
             return (every if asked else usual)(environ, start_response)
 

@@ -437,12 +437,6 @@ def identity_of(started: RunStarted | None) -> dict[str, str]:
     return {} if started is None else {"run_id": started.run_id, "run": started.name or started.run_id}
 
 
-def label_text(labels: Mapping[str, str]) -> str:
-    """Return labels as the text format writes them."""
-    escaped = {ord("\\"): r"\\", ord("\n"): r"\n", ord('"'): r"\""}
-    return ",".join(f'{name}="{value.translate(escaped)}"' for name, value in sorted(labels.items()))
-
-
 def state_metrics(own: str, state: RunState, end: End | None, seconds: float) -> Iterator[Metric]:
     """Yield the state of this process; once it has ended, what came of it and when (seconds since the epoch)."""
     codes = ", ".join(f"{each.value} {each.label}" for each in RunState)

@@ -8,7 +8,6 @@ a budget of processor time. Nothing is ever printed.
 from __future__ import annotations
 
 import base64
-import errno
 import gzip
 import hmac
 import io
@@ -19,17 +18,15 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import LineTooLong
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from ddpdebug.clock import time
 from ddpdebug.disk import Kept
 from ddpdebug.isolation.background import Thread
-from ddpdebug.sinks.prometheus.keeping import Keeper
+from ddpdebug.sinks.prometheus.listening import Serving, address_of, listen
 
 #: Seconds for a connection, from its acceptance to the end of its answer.
 _TIMEOUT = 10.0
@@ -41,7 +38,6 @@ _MAX_REQUEST = 1 << 14
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 #: A content type, and what makes it of a text.
 Form = tuple[str, Callable[[bytes], bytes]]
-_TRIES = 100
 #: What a container calls the machine that it runs on.
 _CONTAINERS = ("host.docker.internal", "host.containers.internal")
 #: Shares of the time that rendering may take in the long run, of one rank and of all ranks (with a large world answers
@@ -50,66 +46,6 @@ SHARE, SHARE_OF_ALL = 0.005, 0.02
 _AT_ONCE = 0.1
 #: Up to so many bytes gzip takes its time, which is less than a millisecond.
 _SMALL = 1 << 16
-
-#: The files of `Serving`, by field.
-_FILES = ("certificate", "key", "client_ca", "password_file")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """TLS and authentication of the endpoint. Nothing given: plain HTTP for everybody who reaches the address.
-
-    Args:
-        certificate: PEM file with the certificate chain; turns TLS on.
-        key: PEM file with its private key, where it is not in the same file.
-        client_ca: PEM file; only clients with a certificate signed by it are served.
-        password_file: holds `name:password` on its first line; only who knows them is served.
-        every: called every two seconds or so from the server's thread; must be quick.
-        avoid: ports that the job will want, which are not taken where the system chooses one.
-        ask: called with a port that is taken; makes who holds it leave, and returns whether he did.
-        keeper: serves the end of the run once this process has gone.
-    """
-
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
-    password_file: Path | None = None
-    every: Callable[[], None] = lambda: None
-    avoid: frozenset[int] = frozenset()
-    ask: Callable[[int], bool] = lambda _: False
-    keeper: Keeper | None = None
-
-    def context(self) -> ssl.SSLContext | None:
-        """Return the TLS context; raise OSError where a file cannot be used."""
-        if self.certificate is None:
-            return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self.key)
-        if self.client_ca is not None:
-            context.load_verify_locations(self.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    @classmethod
-    def of(cls, files: Mapping[str, str | None]) -> Serving:
-        """Return what `files` has given."""
-        certificate, key, client_ca, password = (
-            None if (file := files[name]) is None else Path(file) for name in _FILES
-        )
-        return cls(certificate=certificate, key=key, client_ca=client_ca, password_file=password)
-
-    def files(self) -> dict[str, str | None]:
-        """Return the files that it is made of, by field."""
-        return {name: None if (file := getattr(self, name)) is None else str(file.absolute()) for name in _FILES}
-
-    def credentials(self) -> bytes | None:
-        """Return `name:password`; raise OSError where the file does not hold them."""
-        if self.password_file is None:
-            return None
-        line = self.password_file.read_bytes().partition(b"\n")[0].strip()
-        if not line.partition(b":")[2]:
-            raise OSError(errno.EINVAL, f"{str(self.password_file)!r} does not hold name:password on its first line")
-        return line
 
 
 class Endpoint:
@@ -134,8 +70,7 @@ class Endpoint:
     ) -> None:
         context, credentials = serving.context(), serving.credentials()
         self._host, self._owner = host, os.getpid()
-        if listener is None:
-            listener = _bound(host, port, serving.ask) if port else _anywhere(host, serving.avoid)
+        listener = listener or listen(host, port, serving)
         self.port = int(listener.getsockname()[1])
         self.scheme = "http" if context is None else "https"
         app = _routed(apps)
@@ -147,64 +82,13 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The address for others, `host:port`; the host name of the node where all interfaces are bound."""
-        host = socket.gethostname() if self._host in {"0.0.0.0", "::", ""} else self._host  # noqa: S104 - compared
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
-    def fileno(self) -> int:
-        """Return the descriptor of the listening socket."""
-        return self._server.fileno()
+        """The address for others, `host:port`."""
+        return address_of(self._host, self.port)
 
     def close(self) -> None:
         """Stop serving; returns within a second."""
         if os.getpid() == self._owner:  # a forked child has no server thread to wait for
             self._server.close()
-
-    def leave(self) -> None:
-        """Leave the listening socket to another process that has it too; accepts no more, and returns at once."""
-        if os.getpid() == self._owner:
-            self._server.leave()
-
-
-def _bound(host: str, port: int, ask: Callable[[int], bool] = lambda _: False) -> socket.socket:
-    family, _, _, _, place = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    for tried in range(port, min(port + _TRIES, 65536)):
-        listener = _listening(family, (place[0], tried, *place[2:]))
-        if listener is None and ask(tried):
-            listener = _listening(family, (place[0], tried, *place[2:]))
-        if listener is not None:
-            return listener
-    raise OSError(errno.EADDRINUSE, f"no free port from {port} to {port + _TRIES - 1} on {host!r} for metrics")
-
-
-def _listening(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket | None:
-    """Return a listening socket, None where the port is taken; raise OSError for what else is wrong."""
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return None
-    return listener
-
-
-def _anywhere(host: str, avoid: frozenset[int]) -> socket.socket:
-    """Return a socket on a port that the system chooses; one to avoid is held until another one is found."""
-    held = []
-    try:
-        for _ in range(len(avoid) + 1):
-            listener = _bound(host, 0)
-            if listener.getsockname()[1] not in avoid:
-                return listener
-            held.append(listener)
-    finally:
-        for other in held:
-            other.close()
-    raise OSError(errno.EADDRINUSE, f"no free port on {host!r} for metrics")
 
 
 def _is_loopback(address: str) -> bool:
@@ -327,6 +211,11 @@ class Page:
         start_response("200 OK", [("Content-Type", kind), *([("Content-Encoding", "gzip")] if packed else [])])
         return [body]
 
+    def forget(self) -> None:
+        """Take the text anew for whoever asks next."""
+        with self._working:
+            self._text, self._forms, self._credit = None, {}, _AT_ONCE
+
     def _current(self, kind: str, make: Callable[[bytes], bytes], *, packed: bool) -> bytes:
         now, begun = self._clock(), self._spent()
         self._credit = min(_AT_ONCE, self._credit + self._share * (now - self._since))
@@ -406,7 +295,7 @@ class Server(WSGIServer):
         self.setup_environ()
         self.set_app(app)
         self._context, self._every = context, every
-        self._closing, self._leaving = threading.Event(), False
+        self._closing = threading.Event()
         self._open: dict[Any, tuple[float, Kept]] = {}  # connections, with the time of each one's end
         self._kept = Kept(listener.fileno())
         self._thread = Thread("ddpdebug-metrics", self._run)
@@ -419,11 +308,6 @@ class Server(WSGIServer):
                 self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._thread.join(1.0)
         self._let_go(self.socket, self._kept)
-
-    def leave(self) -> None:
-        """Accept no more; the thread lets go of the socket, which goes on listening for others, when it wakes."""
-        self._leaving = True
-        self._closing.set()
 
     def _run(self) -> None:
         due = 0.0
@@ -441,10 +325,7 @@ class Server(WSGIServer):
                 self.handle_request()
             except Exception:  # noqa: BLE001 - the thread must live on
                 self._closing.wait(_TICK)
-        if self._leaving:
-            self._let_go(self.socket, self._kept)
-        else:
-            self._hang_up(float("inf"))
+        self._hang_up(float("inf"))
 
     def _hang_up(self, now: float) -> None:
         for connection, (end, kept) in self._open.copy().items():
@@ -454,8 +335,8 @@ class Server(WSGIServer):
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Its handshake begins with what its own thread reads."""
-        if self._leaving or not self._kept:
-            raise ConnectionAbortedError  # the other process accepts it, or the script
+        if not self._kept:
+            raise ConnectionAbortedError  # the script accepts it
         try:
             client, address = self.socket.accept()
         except OSError:  # no more files: who waits goes on waiting, and this would ask without a pause

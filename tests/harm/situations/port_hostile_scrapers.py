@@ -3,12 +3,14 @@
 In the middle of it the job forks, and it ends by os._exit with connections open.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import torch
 from _report import batches, listening, report, start, train
@@ -52,7 +54,10 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 model = nn.Linear(16, 4)
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 losses = train(model, optimizer)
-ports, served = listening(), 0
+assert not listening()
+runs = Path("ddpdebug-runs").glob("*/run.json")
+ports = [int(json.loads(run.read_text())["metrics_url"].rsplit(":")[-1].partition("/")[0]) for run in runs]
+served = 0
 assert bool(ports) == (sys.modules.get("ddpdebug") is not None)
 scrapers = [
     subprocess.Popen([sys.executable, "-c", _SCRAPERS, str(port)], stdout=subprocess.PIPE, text=True, process_group=0)

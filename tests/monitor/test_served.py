@@ -1,4 +1,4 @@
-"""The keeper: what a rank came to is served when it has gone, and nobody waits for that."""
+"""What serves a rank beside it: also while it dies, what it came to when it has gone, and nobody waits for that."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,14 @@ from machine import free_port, until
 from prometheus_client.parser import text_string_to_metric_families
 
 import ddpdebug
-from ddpdebug.processes.linger import Keeper, _has_gone, ask_to_leave
+from ddpdebug.companion.owner import Owner
+from ddpdebug.config.settings import Config
+from ddpdebug.monitor.served import Host, Served, settings_of
+from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.row import Row
+from ddpdebug.schema.step import Step
+from ddpdebug.sinks import RunEnded, RunStarted, StepJudged, Trouble
+from ddpdebug.sinks.prometheus.listening import ask_to_leave
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,34 +42,50 @@ pytestmark = [
 _RANK = """
 import json, os, sys
 from pathlib import Path
-from ddpdebug.processes.linger import Keeper, ask_to_leave
+from ddpdebug.config.settings import Config
+from ddpdebug.monitor.served import Host, Served, settings_of
+from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged
 from ddpdebug.sinks.fanout import Fanout
-from ddpdebug.sinks.prometheus.discovery import Discovery
-from ddpdebug.sinks.prometheus.exporter import PrometheusSink
-from ddpdebug.sinks.prometheus.server import Serving
 
-settings = json.loads(sys.argv[1])
-keeper = Keeper(settings.get("linger", 600.0), settings.get("push"), contained=settings.get("contained", False))
+told = json.loads(sys.argv[1])
+password = told.get("password")
+config = Config(
+    metrics_port=told.get("port", 0),
+    linger=told.get("linger", 600.0),
+    push_outcome=told.get("push"),
+    sd_dir=Path(told["sd"]),
+    metrics_password_file=password and Path(password),
+)
+sink = Served(Host(), settings_of(config, 0, frozenset(), contained=told.get("contained", False)))
 try:
     print("child", os.wait())
 except ChildProcessError:
     print("no child")
-password = settings.get("password")
-serving = Serving(keeper=keeper, ask=ask_to_leave, password_file=password and Path(password))
-sink = PrometheusSink(0, "127.0.0.1", settings.get("port", 0), serving=serving)
-sinks = Fanout([sink, Discovery(Path(settings["sd"]), keeper)])
-sinks.write(RunStarted(run_id=settings.get("run_id", 'r"1'), rank=0, world=2, directory=None, config={}, versions={},
+assert sink.open()
+run = Path(told["sd"]).parent / "run"
+sink.log = run
+sinks = Fanout([RunDirectory(run, 0), sink])
+sinks.write(RunStarted(run_id=told.get("run_id", 'r"1'), rank=0, world=2, directory=None, config={}, versions={},
                        metrics_url=sink.url, name="train"))
-sinks.write(StepJudged(step=Step(step=7, optimizer=0, world=1, rows={0: Row(rank=0, step=7, loss=1.0)})))
+
+def step(number):
+    rows = {0: Row(rank=0, step=number, loss=1.0)}
+    sinks.write(StepJudged(step=Step(step=number, optimizer=0, world=1, rows=rows)))
+
+step(7)
 grave = Finding(code="NUM305", severity=Severity.CRITICAL, title="t", id="NUM305-1", step=7)
 sinks.write(FindingRaised(finding=grave))
 print(sink.url, flush=True)
-sys.stdin.readline()
-exec(settings["end"])
+for line in sys.stdin:
+    if not line.strip():
+        break
+    exec(line)
+    print("done", flush=True)
+exec(told["end"])
 """
 _IN_ORDER = "sinks.write(RunEnded(reason={!r}, exit_code={}, steps={{}})); sinks.close()"
 
@@ -81,6 +105,14 @@ class Rank:
         assert self.url.startswith("http"), self.process.communicate()[0]
         (self.keeper,) = keepers(self.process.pid)
 
+    def do(self, line: str) -> None:
+        """Let it do something."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
     def end(self, number: int | None = None) -> int:
         """Let it end, or end it by a signal; return its exit status when its output is closed."""
         if number is not None:
@@ -91,14 +123,19 @@ class Rank:
 
     def page(self) -> dict[str, tuple[dict[str, str], float]]:
         """Scrape: name -> labels and value of the last series of the name."""
-        with urllib.request.urlopen(self.url, timeout=60) as answer:
-            text = answer.read().decode()
-        families = text_string_to_metric_families(text)
-        return {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
+        return _page(self.url)
 
-    def state(self) -> tuple[float, str, str]:
-        """Scrape: state, outcome and cause."""
-        found = self.page()
+    def is_ill(self) -> bool:
+        """Scrape: whether what it has found is known."""
+        return self.page()["ddpdebug_run_state"][1] == 2
+
+    def state(self) -> tuple[float, str, str] | None:
+        """Scrape: state, outcome and cause; None while it has no end, and while nobody answers."""
+        found = {}
+        with suppress(OSError):
+            found = self.page()
+        if "ddpdebug_run_outcome_info" not in found:
+            return None
         labels = found["ddpdebug_run_outcome_info"][0]
         return found["ddpdebug_run_state"][1], labels["outcome"], labels["cause"]
 
@@ -107,13 +144,20 @@ class Rank:
         return list(self.targets.iterdir()) if self.targets.is_dir() else []
 
 
+def _page(url: str) -> dict[str, tuple[dict[str, str], float]]:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        text = answer.read().decode()
+    families = text_string_to_metric_families(text)
+    return {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
+
+
 def keepers(pid: int) -> list[int]:
     """Return the keepers of a process."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = entry.read_bytes().split(b"\0")
-            if any(b"ddpdebug.processes.linger" in word and f", {pid}, ".encode() in word for word in words):
+            if any(b"ddpdebug.companion.process" in word and f", {pid})".encode() in word for word in words):
                 found.append(int(entry.parent.name))
     return found
 
@@ -176,17 +220,17 @@ def test_the_end_is_served_when_the_rank_has_gone(
     """With its exit status and its output closed; from the same address, until it was seen twice, and no longer."""
     rank = start(end)
     assert rank.children == "no child"
-    assert rank.page()["ddpdebug_run_state"][1] == 2
+    assert until(rank.is_ill)
     (file,) = rank.files()
     assert rank.end(number) == status
     assert file.exists()
-    assert rank.state() == state
+    assert until(rank.state) == state
     found = rank.page()
     for name in ("findings_total", "incident_step", "run_info", "run_state", "run_end_timestamp_seconds"):
         assert found[f"ddpdebug_{name}"][0]["run_id"] == 'r"1'
         assert found[f"ddpdebug_{name}"][0]["run"] == "train"
     assert not found.keys() & {"ddpdebug_loss", "ddpdebug_rank_up", "ddpdebug_step", "ddpdebug_world_size"}
-    assert ("ddpdebug_steps_total" in found) is ("sinks" in end)
+    assert found["ddpdebug_steps_total"][1] == 1
     with urllib.request.urlopen(rank.url.replace("/metrics", "/sd"), timeout=60) as answer:
         assert json.load(answer) == [{"targets": [rank.url.split("/")[2]], "labels": {}}]
 
@@ -207,34 +251,50 @@ def test_nothing_is_served_for_longer_than_was_asked_for(start: Callable[..., Ra
     assert rank.files() == []
 
 
-def test_a_keeper_that_was_killed_keeps_nobody(start: Callable[..., Rank]) -> None:
-    """The rank ends as without one: nothing is left of it."""
+@pytest.mark.smoke
+def test_one_that_was_killed_is_started_again_and_serves_again(start: Callable[..., Rank]) -> None:
+    """At the same address, with what was counted before; the end as well."""
     rank = start(_IN_ORDER.format("finished", 0))
+    for number in (8, 9):
+        os.kill(rank.keeper, signal.SIGKILL)
+        assert until(lambda: has_gone(rank.keeper))
+        rank.do(f"step({number})")
+        assert until(lambda: keepers(rank.process.pid))
+        (rank.keeper,) = keepers(rank.process.pid)
+
+        def look(number: int = number) -> bool:
+            with suppress(OSError):
+                return rank.page()["ddpdebug_step"][1] == number
+            return False
+
+        assert until(look)
+        found = rank.page()
+        assert found["ddpdebug_steps_total"][1] == number - 6
+        assert rank.is_ill()
     os.kill(rank.keeper, signal.SIGKILL)
     assert until(lambda: has_gone(rank.keeper))
-    assert rank.page()["ddpdebug_run_state"][1] == 2
     assert rank.end() == 0
-    assert rank.files() == []
-    with pytest.raises(OSError):
-        rank.page()
+    assert until(rank.state) == (0, "findings", "NUM305")
+    (rank.keeper,) = keepers(rank.process.pid)
 
 
-def test_a_keeper_that_is_stopped_keeps_nobody(start: Callable[..., Rank]) -> None:
-    """What it cannot take is dropped."""
-    rank = start("for _ in range(5000): sink._hand_over()\n" + _IN_ORDER.format("finished", 0))
+def test_one_that_is_stopped_keeps_nobody(start: Callable[..., Rank]) -> None:
+    """What it cannot take goes on as it goes on."""
+    rank = start("for number in range(8, 2000): step(number)\n" + _IN_ORDER.format("finished", 0))
     os.kill(rank.keeper, signal.SIGSTOP)
     assert rank.end() == 0
-    assert rank.files() == []
+    os.kill(rank.keeper, signal.SIGCONT)
+    assert until(rank.state)[0] == 0
 
 
 def test_who_is_asked_to_end_with_its_rank_does_not_stay(start: Callable[..., Rank]) -> None:
     """A service manager that stops a whole group waits for all of it."""
     rank = start("")
     os.kill(rank.keeper, signal.SIGTERM)
-    assert rank.page()["ddpdebug_run_state"][1] == 2
+    assert until(rank.is_ill)
     assert not has_gone(rank.keeper)
     assert rank.end(signal.SIGKILL) == -signal.SIGKILL
-    assert rank.state() == (3, "cancelled", "SIGKILL")
+    assert until(rank.state) == (3, "cancelled", "SIGKILL")
     assert until(lambda: has_gone(rank.keeper))
     assert rank.files() == []
 
@@ -246,7 +306,7 @@ def test_where_nothing_outlives_a_job_nothing_is_left_for_later(start: Callable[
     assert rank.files() == []
     killed = start("", contained=True)
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
-    assert killed.state() == (5, "lost", "SIGKILL")
+    assert until(killed.state) == (5, "lost", "SIGKILL")
 
 
 @pytest.mark.smoke
@@ -256,15 +316,15 @@ def test_a_run_on_the_same_port_gets_it(start: Callable[..., Rank]) -> None:
     old = start("", port=port)
     assert f":{port}/" in old.url
     old.end(signal.SIGKILL)
-    assert until(lambda: old.state()[0] == 5)
+    assert until(old.state)[0] == 5
     new = start("", port=port, run_id="new")
     assert new.url == old.url
-    assert new.page()["ddpdebug_run_state"][1] == 2
+    assert until(new.is_ill)
     addresses = {file.name: json.loads(file.read_text())[0]["targets"][0] for file in new.files()}
     assert addresses.pop("ddpdebug-new-0.json") == f"127.0.0.1:{port}"
     ((_, moved),) = addresses.items()
     old.url = f"http://{moved}/metrics"
-    assert old.state()[0] == 5
+    assert until(old.state)[0] == 5
     assert not ask_to_leave(port)
 
 
@@ -273,7 +333,7 @@ def test_the_same_run_on_the_same_port_keeps_its_file(start: Callable[..., Rank]
     port = free_port()
     old = start("", port=port)
     old.end(signal.SIGKILL)
-    assert until(lambda: old.state()[0] == 5)  # by then its keeper can be asked for the port
+    assert until(old.state)[0] == 5  # by then its keeper can be asked for the port
     new = start("", port=port)
     assert new.url == old.url
     os.kill(old.keeper, signal.SIGTERM)
@@ -327,28 +387,98 @@ def test_the_end_is_pushed_where_that_is_asked_for(start: Callable[..., Rank]) -
     assert 'ddpdebug_run_state{rank="0",run="train",run_id="r\\"1"} 4' in text
 
 
+def _served(**options: Any) -> Served:
+    return Served(Host(), settings_of(Config(**options), 0, frozenset(), contained=False))
+
+
+@pytest.mark.smoke
+def test_the_ranks_of_a_node_have_one_process(tmp_path: Path) -> None:
+    """Each its own address; the first sends the steps of all, and a rank that goes on without it its own."""
+    hosts = Host(), Host()
+    hosts[1].joins = f"test-{os.getpid()}"
+    log = RunDirectory(tmp_path, 0)
+
+    def step(number: int, *ranks: int) -> None:
+        rows = {rank: Row(rank=rank, step=number, loss=1.0) for rank in ranks}
+        record = StepJudged(step=Step(step=number, optimizer=0, world=2, rows=rows))
+        log.write(record)
+        for rank in ranks:
+            served[rank].write(record)
+
+    def steps(rank: int) -> dict[str, float]:
+        with suppress(OSError):
+            found = _page(str(served[rank].url))
+            return {found[f"ddpdebug_{name}"][0]["rank"]: found[f"ddpdebug_{name}"][1] for name in ("steps_total",)}
+        return {}
+
+    served = list[Served]()
+    for rank, host in enumerate(hosts):
+        served.append(Served(host, settings_of(Config(), rank, frozenset(), contained=False)))
+        assert served[rank].open()
+        served[rank].log = tmp_path
+        if rank == 0:
+            served[0].let_in(str(hosts[1].joins), 0)
+    for rank in range(2):
+        url = served[rank].url
+        record = RunStarted(run_id="r", rank=rank, world=2, directory=tmp_path, config={}, versions={}, metrics_url=url)
+        log.write(record) if rank == 0 else None
+        served[rank].write(record)
+    try:
+        step(0, 0, 1)
+        assert until(lambda: steps(1) == {"1": 1})
+        (process,) = keepers(os.getpid())
+        os.kill(process, signal.SIGKILL)
+        assert until(lambda: has_gone(process))
+        step(1, 0, 1)
+        assert until(lambda: steps(0) == {"0": 2})
+        step(2, 0, 1)
+        assert until(lambda: steps(1) == {"1": 3})
+        assert steps(0) == {"0": 3}
+        served[0].write(RunEnded(reason="finished", exit_code=0, steps={}))
+        step(3, 1)
+        assert until(lambda: steps(1) == {"1": 4})
+    finally:
+        for each, host in zip(served, hosts, strict=True):
+            each.close()
+            host.close()
+    assert until(lambda: not keepers(os.getpid()))
+
+
 def test_where_no_process_can_be_started_that_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours: whoever wants a keeper goes on without."""
+    """Of ours: the rank serves by itself."""
     before = len([*Path("/proc/self/fd").iterdir()])
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(OSError, match="did not start"):
-        Keeper(1.0)
+    served = _served()
+    assert served.open() is None
+    served._host.close()
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
+def test_a_host_that_is_not_ours_has_no_address() -> None:
+    """Nothing is served there, and the process has nothing to stay for."""
+    served = _served(metrics_host="203.0.113.1")
+    assert served.open() is None
+    served._host.close()
+    assert until(lambda: not keepers(os.getpid()))
+
+
 def test_a_child_of_the_rank_says_nothing() -> None:
-    """After a fork it has the socket too, and perhaps a lock that nobody opens there any more."""
-    keeper = Keeper(1.0)
-    with keeper._lock:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            keeper.close()
-            os._exit(int(keeper.tell(page="of the child")))
+    """After a fork it has the connection too, and starts no process in the place of one that it cannot use."""
+    served = _served()
+    assert served.open()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            served.write(Trouble(part="x", message="of the child"))
+        except OSError:
+            os._exit(0)
+        os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert keeper.tell(page="of the rank")
-    keeper.close()
-    assert not keeper.tell(page="later")
+    served.write(Trouble(part="x", message="of the rank"))
+    (process,) = keepers(os.getpid())
+    served._host.close()
+    assert until(lambda: has_gone(process))
 
 
 def test_a_port_that_no_keeper_has_is_not_waited_for() -> None:
@@ -357,15 +487,6 @@ def test_a_port_that_no_keeper_has_is_not_waited_for() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         assert not ask_to_leave(other.getsockname()[1])
-
-
-def test_what_is_too_long_to_be_sent_changes_nothing() -> None:
-    """The targets of thousands of ranks: the keeper lives on, and gets what comes later."""
-    keeper = Keeper(1.0)
-    for length in (1 << 18, 1 << 22):
-        assert not keeper.tell(sd="x" * length)
-    assert keeper.tell(page="the rest")
-    keeper.close()
 
 
 def test_a_rank_that_has_told_nothing_yet_has_no_end_to_push(tmp_path: Path) -> None:
@@ -383,8 +504,10 @@ def test_a_rank_that_has_told_nothing_yet_has_no_end_to_push(tmp_path: Path) -> 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         push = f"http://127.0.0.1:{server.server_port}/"
-        code = "from ddpdebug.processes.linger import Keeper\n"
-        code += f"keeper = Keeper(60.0, {push!r})\nprint(1, flush=True)\ninput()"
+        code = "from ddpdebug.config.settings import Config\n"
+        code += "from ddpdebug.monitor.served import Host, Served, settings_of\n"
+        code += f"told = settings_of(Config(push_outcome={push!r}), 0, frozenset(), contained=False)\n"
+        code += "served = Served(Host(), told)\nprint(1, flush=True)\ninput()"
         process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
@@ -405,7 +528,7 @@ def test_signals_that_the_job_blocks_reach_the_keeper(start: Callable[..., Rank]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.kill(rank.keeper, signal.SIGTERM)
     rank.end(signal.SIGKILL)
-    assert rank.state()[:2] == (3, "cancelled")
+    assert until(rank.state)[:2] == (3, "cancelled")
 
 
 def test_the_standard_library_comes_before_what_lies_beside_ddpdebug(tmp_path: Path) -> None:
@@ -415,7 +538,7 @@ def test_the_standard_library_comes_before_what_lies_beside_ddpdebug(tmp_path: P
     (tmp_path / "signal.py").write_text("raise ImportError('not this one')\n")
     code = (
         f"import sys; sys.path.append({str(tmp_path)!r})\n"
-        "from ddpdebug.processes.linger import Keeper\nkeeper = Keeper(60.0)\nprint(1, flush=True)\ninput()"
+        "from ddpdebug.monitor.served import Host\nhost = Host()\nhost.judge()\nprint(1, flush=True)\ninput()"
     )
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -438,7 +561,7 @@ def test_the_end_of_a_rank_with_many_files_is_seen() -> None:
     fd = os.pidfd_open(child)
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1500)
     try:
-        assert _has_gone(high, child)
+        assert Owner(high, child).has_gone()
     finally:
         os.waitpid(child, 0)
         os.close(fd)

@@ -1,0 +1,220 @@
+"""The sink whose records are served by the process beside this rank, which is started again where it has died."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ddpdebug.clock import time
+from ddpdebug.companion.calls import dumped, json_of_record
+from ddpdebug.config.settings import Config
+from ddpdebug.processes.beside import Beside, Channel, GoneError, knock
+from ddpdebug.schema.step import Step
+from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
+from ddpdebug.sinks.prometheus.listening import Serving
+
+#: The address is waited for so long, which takes as long as a process needs to start; and at the end, until the port
+#: is free or somebody else's.
+_ADDRESS_SECONDS, _END_SECONDS = 5.0, 0.5
+#: The process of the node's first rank may start as late after this one has met it, and again after it has died.
+_DOOR_SECONDS, _AGAIN_SECONDS = 2.0, 10.0
+#: So often another process is started in the place of one that has died.
+_STARTS = 5
+#: What the next process reads in the run directory.
+_LOGGED = (RunStarted, StepJudged, Saved, FindingRaised)
+
+
+class Host:
+    """The process beside this rank, for who judges and who serves: another one where it has gone."""
+
+    def __init__(self) -> None:
+        #: By what another rank's process on this node is found, which serves this rank too.
+        self.joins: str | None = None
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._process: Beside | None = None
+
+    def judge(self) -> Channel:
+        """Return the way to the rules; raise OSError where there can be no process."""
+        return self._channel(0)
+
+    def records(self, patience: float = _DOOR_SECONDS, *, own: bool = True) -> Channel:
+        """Return a way to what serves; raise OSError where there can be no process.
+
+        Args:
+            patience: another rank's process is waited for so long, seconds.
+            own: otherwise one beside this rank is.
+        """
+        if self.joins is not None and os.getpid() == self._owner:
+            try:
+                return knock(self.joins, patience)
+            except OSError:
+                if not own:
+                    raise GoneError("it has not been started again") from None
+        return self._channel(1)
+
+    def close(self) -> None:
+        """Let the process go."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def _channel(self, number: int) -> Channel:
+        if os.getpid() != self._owner:  # a forked child is not the rank, and may have got the lock closed
+            raise OSError("this process has been forked")
+        with self._lock:
+            if self._process is None or any([channel.gone for channel in self._process.channels]):
+                self.close()
+                self._process = Beside("ddpdebug.companion.process", self._owner, channels=2)
+            return self._process.channels[number]
+
+
+class Served:
+    """The sink of what is served beside this rank.
+
+    Args:
+        settings: of the endpoint (`settings_of`).
+        log: returns the run directory, from which a process that follows another goes on.
+        tell: takes what goes wrong.
+
+    Raises:
+        OSError: there can be no such process.
+    """
+
+    part: ClassVar[str] = "prometheus"  # what messages call it
+
+    def __init__(self, host: Host, settings: Mapping[str, Any]) -> None:
+        self._host, self._settings, self._starts = host, dict(settings), 1
+        self._first = b""
+        self.log: Path | None = None
+        self.tell: Callable[[Trouble], object] = lambda _: None
+        self.url: str | None = None
+        self._rank, self._leads = -1, None  # this one, and the one whose steps are those of all
+        self._door, self._died = b"", 0.0
+        self._channel = host.records()
+        with suppress(GoneError):
+            self._send(serve=self._settings)
+
+    def open(self) -> str | None:
+        """Return the address; None where nothing is served there."""
+        until = time.monotonic() + _ADDRESS_SECONDS
+        with suppress(GoneError):
+            said = json.loads(self._channel.receive(until - time.monotonic()) or b"{}")
+            self.url, self._leads = said.get("url"), said.get("leads")
+        if self.url is None:
+            self._channel.close()
+        return self.url
+
+    def let_in(self, door: str, rank: int) -> None:
+        """Have other ranks of this node served by the same process, which takes their steps from this rank."""
+        self._door = dumped({"door": door, "rank": rank})
+        with suppress(GoneError):  # the first record starts another one
+            self._channel.send(self._door)
+
+    def write(self, record: Record) -> None:
+        """Pass a record on; raise OSError where none can be any more."""
+        known = isinstance(record, StepJudged) and self._is_known(record.step)
+        about = None if known else json_of_record(record)
+        if about is None and not known:
+            return
+        message = b"" if known else dumped({"record": about})
+        if isinstance(record, RunStarted):
+            self._first, self._rank = message, record.rank
+        try:
+            self._hear()
+            if message:
+                self._channel.send(message)
+        except GoneError:
+            self._again(record, message)
+        if isinstance(record, RunEnded):
+            self._end()
+
+    def close(self) -> None:
+        """Let go of the process, which serves what the run came to, if it was told."""
+        self._channel.close()
+
+    def _is_known(self, step: Step) -> bool:
+        """Whether the first rank of the node has sent it."""
+        return self._leads is not None and self._leads != self._rank and self._leads in step.rows and not step.chosen
+
+    def _send(self, **message: Any) -> None:
+        self._channel.send(dumped(message))
+
+    def _hear(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            if "leads" in (said := json.loads(message)):
+                self._leads = said["leads"]
+            elif "trouble" in said:
+                self.tell(Trouble(part=said["trouble"][0], message=said["trouble"][1]))
+
+    def _again(self, record: Record, message: bytes) -> None:
+        """Have another process go on, at the same address."""
+        if self._starts >= _STARTS:
+            raise OSError("the process that serves the metrics has died")
+        now, last = time.monotonic(), isinstance(record, RunEnded)
+        self._died = self._died or now
+        self._channel.close()  # the script may have its number
+        try:
+            self._channel = self._host.records(0.0, own=last or now - self._died >= _AGAIN_SECONDS)
+        except GoneError:
+            return  # it is looked for as the next record comes
+        self._starts, self._died, self._leads = self._starts + 1, 0.0, None
+        port = int(str(self.url).removesuffix("/metrics").rpartition(":")[2])
+        with suppress(GoneError):
+            log = None if self.log is None else str(self.log)
+            self._send(serve={**self._settings, "port": port, "again": True, "log": log})
+            self._channel.send(self._first)
+            if self._door:
+                self._channel.send(self._door)
+            if message and (self.log is None or not isinstance(record, _LOGGED)):
+                self._channel.send(message)
+
+    def _end(self) -> None:
+        """Wait a moment until the port is free."""
+        until = time.monotonic() + _END_SECONDS
+        with suppress(GoneError):
+            while (left := until - time.monotonic()) > 0:
+                message = self._channel.receive(left)
+                if message is not None and "over" in json.loads(message):
+                    break
+        self._channel.close()
+
+
+def settings_of(config: Config, local_rank: int, avoid: frozenset[int], *, contained: bool) -> dict[str, Any]:
+    """Return what the process must know that serves."""
+    port = config.metrics_port + (local_rank if config.metrics_port and config.metrics == "per-rank" else 0)
+    found = importlib.util.find_spec("prometheus_client")
+    packages = "" if found is None or found.origin is None else str(Path(found.origin).parent.parent)
+    return {
+        "host": config.metrics_host,
+        "port": port,
+        "again": False,
+        "avoid": sorted(avoid),
+        "files": serving_of(config).files(),
+        "mode": config.metrics,
+        "sd_dir": None if config.sd_dir is None else str(config.sd_dir.absolute()),
+        "linger": config.linger if is_found(config) else 0.0,
+        "push": config.push_outcome,
+        "contained": contained,
+        "packages": packages,
+    }
+
+
+def serving_of(config: Config) -> Serving:
+    """Return the settings of TLS and passwords."""
+    return Serving(
+        certificate=config.metrics_tls_cert,
+        key=config.metrics_tls_key,
+        client_ca=config.metrics_client_ca,
+        password_file=config.metrics_password_file,
+    )
+
+
+def is_found(config: Config) -> bool:
+    """Whether somebody may look for the endpoint after the run has ended."""
+    return config.linger > 0 and (config.sd_dir is not None or config.metrics_port != 0)
