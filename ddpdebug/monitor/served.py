@@ -26,6 +26,8 @@ _ADDRESS_SECONDS, _END_SECONDS = 5.0, 0.5
 _DOOR_SECONDS, _AGAIN_SECONDS = 2.0, 10.0
 #: So often another process is started in the place of one that has died.
 _STARTS = 5
+#: What a process that is stopped, or far too slow, has not taken is dropped beyond so many bytes.
+_BEHIND = 4 << 20
 #: What the next process reads in the run directory.
 _LOGGED = (RunStarted, StepJudged, Saved, FindingRaised)
 
@@ -127,7 +129,7 @@ class Served:
             self._first, self._rank = message, record.rank
         try:
             self._hear()
-            if message:
+            if message and (self._channel.behind < _BEHIND or isinstance(record, RunStarted | RunEnded)):
                 self._channel.send(message)
         except GoneError:
             self._again(record, message)
@@ -163,6 +165,9 @@ class Served:
             self._channel = self._host.records(0.0, own=last or now - self._died >= _AGAIN_SECONDS)
         except GoneError:
             return  # it is looked for as the next record comes
+        except OSError:  # so is what does not start now
+            self._starts += 1
+            return
         self._starts, self._died, self._leads = self._starts + 1, 0.0, None
         port = int(str(self.url).removesuffix("/metrics").rpartition(":")[2])
         with suppress(GoneError):

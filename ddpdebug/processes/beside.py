@@ -69,6 +69,11 @@ class Channel:
                 self._end("its process has ended")
             self._pull()
 
+    @property
+    def behind(self) -> int:
+        """The bytes that the other side has not taken yet."""
+        return len(self._out)
+
     def flush(self, seconds: float) -> None:
         """Wait so long for what is still to be sent."""
         until = time.monotonic() + seconds
@@ -129,7 +134,9 @@ class Channel:
         return message
 
     def _check(self) -> None:
-        if os.getpid() != self._owner or self._socket.fileno() < 0 or not self._kept:
+        if self._socket.fileno() < 0:
+            self._end("it was let go")
+        if os.getpid() != self._owner or not self._kept:
             self._end("the script has closed the connection")
 
 

@@ -12,10 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.isolation.confinement import Confinement, UnconfinedError, clone
+from ddpdebug.isolation.confinement import Confinement, UnconfinedError, clone, function
 
 #: Seconds that the start may take.
 _PATIENCE = 10.0
@@ -45,7 +46,11 @@ def start(module: str, words: tuple[Any, ...], files: tuple[int, ...]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     try:
         first = clone()
-        row = (first, clone(), *_steps(command, environ, null, {number for number in files if number >= 0}).steps)
+        row = (
+            first,
+            _copied_again(),
+            *_steps(command, environ, null, {number for number in files if number >= 0}).steps,
+        )
         _copy(row)
     except UnconfinedError as error:
         raise OSError(f"the process for it did not start: {error}") from None
@@ -78,10 +83,19 @@ def _array(words: list[bytes]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * (len(words) + 1))(*words, None)
 
 
+def _copied_again() -> Callable[[], object]:
+    """Return the call that copies this process, and ends it: the copy goes on, and no code in Python runs here.
+
+    It could wait for ever: where another thread wanted the interpreter at the moment of the first copy, whoever runs
+    lets go of it, and waits until that thread has taken it, which is not in the copy.
+    """
+    return partial(any, map(function("_exit"), filter(None, map(_call, (clone(),)))))
+
+
 def _copy(row: tuple[Callable[[], object], ...]) -> None:
     """Copy this process twice, the second time from the first copy, which ends.
 
-    No code in Python runs in the second copy: its own number, 0, leads on to its steps (`isolation/child.py`). A copy
+    No code in Python runs in either: their own number, 0, leads on to their steps (`isolation/child.py`). A copy
     that sends no signal as it ends cannot become another program without sending one: that is why there are two.
     """
     parent, pid = os.getpid(), -1

@@ -291,11 +291,12 @@ def test_scripts_import_what_is_there(folder: str) -> None:
                     assert there, f"{path}: {node.module}.{name}"
 
 
-def test_a_rank_loads_no_rule() -> None:
-    """They judge in the companion: what is imported with a monitor are none of them, nor what runs them."""
+def test_a_rank_loads_no_rule_and_nothing_that_serves() -> None:
+    """They are in the companion: what is imported with a monitor are none of them, nor what runs them."""
     script = """
 import sys
-import ddpdebug.monitor.monitor, ddpdebug.sinks.prometheus.exporter
+import ddpdebug.monitor.monitor
+assert not sys.modules.keys() & {"prometheus_client", "http.server", "ddpdebug.sinks.prometheus.exporter"}
 rules = [name for name in sys.modules if name.startswith("ddpdebug.detectors.") and name.count(".") == 3]
 print([name for name in rules if name.rpartition(".")[2][-1:].isdigit()], "ddpdebug.diagnosis.engine" in sys.modules)
 print(len(rules))
