@@ -463,11 +463,11 @@ class Monitor:
         leads = rank == 0 or (local_rank == 0 and serves(self.config, rank))
         if not sys.platform.startswith("linux") or not leads:
             return None
-        with suppress(Exception):  # where there can be none, who needs it says so
+        with suppress(Exception):  # where there can be none, who needs it says so, later
             self._host.records()
         if "RANK" not in os.environ:  # it is not certain which rank this is
             return None
-        return start_served(self.config, os.environ, self._host, rank, local_rank, self._write_soon)
+        return start_served(self.config, os.environ, self._host, rank, local_rank, lambda _: None)
 
     def _close_at_exit(self) -> None:
         """End with the interpreter, which keeps the exception that ended the script.
@@ -1102,9 +1102,6 @@ class Monitor:
             self.covering.off[part] = message
         if self.rank != 0:
             self._say("trouble", part=part, message=message)  # rank 0 is the one that people see
-        self._write_soon(trouble)
-
-    def _write_soon(self, trouble: Trouble) -> None:
         with self._writing:
             if not self._has_sinks:
                 self._troubles.append(trouble)
