@@ -103,8 +103,8 @@ Targets have the label `sd="file"` or none, never `run_id`.
 - **6 left**: it has ended (HANG503)
 
 While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most, with the labels
-`missing`, `phase` and `location`. A silent rank serves nothing: another rank reports it. With `--metrics rank0` and
-rank 0 silent, only `up` and `ranks/<rank>/findings.jsonl` show it.
+`missing`, `phase` and `location`. A silent rank is reported by the others; after a minute its own page, which is served
+beside it, says so too, also with `--metrics rank0` and rank 0 silent.
 
 ## Own time, waiting, and what slow ranks cost
 

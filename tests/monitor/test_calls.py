@@ -112,6 +112,24 @@ def test_the_metrics_are_those_that_the_rank_would_serve(mode: str) -> None:
         assert part in texts[0]
 
 
+def test_a_rank_that_says_nothing_any_more_is_silent() -> None:
+    """Its page is served without it; one that others have left has nothing to say."""
+    now = [1000.0]
+    sink = PrometheusSink(1, "127.0.0.1", 0, clock=lambda: now[0], waits=True)
+
+    def states() -> list[str]:
+        lines = text_of(sink.collect()).decode().splitlines()
+        return [line.rpartition(" ")[2] for line in lines if line.startswith("ddpdebug_hang_state{")]
+
+    sink.write(Met(members=(0, 1)))
+    assert states() == ["0.0"]
+    now[0] += 61
+    assert states() == [str(float(WaitState.SILENT))]
+    sink.write(Met(members=(1,)))
+    now[0] += 61
+    assert states() == ["0.0"]
+
+
 def test_the_end_is_read_as_it_was_said() -> None:
     """And what no metric is made of is not sent."""
     ended = RunEnded(reason="finished", exit_code=0, steps={}, time="t")

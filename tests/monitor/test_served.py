@@ -251,7 +251,6 @@ def test_nothing_is_served_for_longer_than_was_asked_for(start: Callable[..., Ra
     assert rank.files() == []
 
 
-@pytest.mark.smoke
 def test_one_that_was_killed_is_started_again_and_serves_again(start: Callable[..., Rank]) -> None:
     """At the same address, with what was counted before; the end as well."""
     rank = start(_IN_ORDER.format("finished", 0))

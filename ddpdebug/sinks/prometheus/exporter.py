@@ -28,7 +28,7 @@ from ddpdebug.clock import time
 from ddpdebug.schema import pace
 from ddpdebug.schema.coverage import Coverage
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.run_state import End, RunState, end_of
+from ddpdebug.schema.run_state import End, RunState, WaitState, end_of
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import (
     Covered,
@@ -89,6 +89,8 @@ _MOST_KINDS, _COUNT_SECONDS = 16, 5.0
 APART = 0.5
 #: Seconds for which ranks are believed that have said who takes part, or who waits; they say it every few seconds.
 _BELIEVED = 30.0
+#: A rank that has others says every few seconds who takes part: after so many seconds without it is silent.
+_SILENT = 60.0
 
 
 class PrometheusSink(Collector):
@@ -99,7 +101,7 @@ class PrometheusSink(Collector):
 
     Args:
         port: of local rank 0; 0 takes any free port.
-        waits: does not serve before it has a socket (`serve`).
+        waits: beside the rank; does not serve before it has a socket (`serve`).
         mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks; of more than
             `EVERY_RANK` of them aggregates and a few, all with `?detail=all`).
         serving: TLS, passwords and the like.
@@ -120,7 +122,7 @@ class PrometheusSink(Collector):
         waits: bool = False,
     ) -> None:
         self._rank, self._host, self._serving = rank, host, serving or Serving()
-        self._everyone = mode == "rank0"
+        self._everyone, self._is_beside = mode == "rank0", waits
         self._clock = clock
         self._ranks: dict[int, RankState] = {rank: RankState()}
         # a zero of each severity, so that sums exist before the first finding; an empty label is one that is not there
@@ -375,6 +377,8 @@ class PrometheusSink(Collector):
         own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         waiting = self._waiting if now - self._waited <= _BELIEVED else Waiting()
+        if self._is_beside and self._end is None and len(self._members) > 1 and now - self._met > _SILENT:
+            waiting = Waiting(state=WaitState.SILENT, ranks=(self._rank,))  # where it serves by itself nobody answers
         for rank, state in self._ranks.copy().items():
             state.waiting = waiting.seconds.get(rank, 0.0)
         yield from run_metrics(own, self._started)
