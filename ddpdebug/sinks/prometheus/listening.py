@@ -160,4 +160,4 @@ def listen_for_heirs(port: int) -> list[socket.socket]:
 
 
 def _door(port: int) -> str:
-    return f"\0ddpdebug-keeper-{os.getuid()}-{port}"  # an abstract address: in the network namespace, like the port
+    return f"\0ddpdebug-port-{os.getuid()}-{port}"  # an abstract address: in the network namespace, like the port
