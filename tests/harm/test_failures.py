@@ -103,10 +103,10 @@ Diagnosis.feed = Diagnosis.finish = broken
 """
 _SINKS = """
 import errno
+from ddpdebug.monitor.served import Served
 from ddpdebug.run_directory import writer as run_directory
-from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 def full(self, record): raise OSError(errno.ENOSPC, "No space left on device")
-run_directory.RunDirectory.write = PrometheusSink.write = full
+run_directory.RunDirectory.write = Served.write = full
 """
 _TERMINAL = """
 from ddpdebug.sinks import terminal
