@@ -81,8 +81,6 @@ class Served:
 
     Args:
         settings: of the endpoint (`settings_of`).
-        log: returns the run directory, from which a process that follows another goes on.
-        tell: takes what goes wrong.
 
     Raises:
         OSError: there can be no such process.
@@ -93,6 +91,7 @@ class Served:
     def __init__(self, host: Host, settings: Mapping[str, Any]) -> None:
         self._host, self._settings, self._starts = host, dict(settings), 1
         self._first = b""
+        #: The run directory, from which a process that follows another goes on; takes what goes wrong.
         self.log: Path | None = None
         self.tell: Callable[[Trouble], object] = lambda _: None
         self.url: str | None = None

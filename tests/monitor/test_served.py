@@ -103,7 +103,7 @@ class Rank:
         self.children = self.process.stdout.readline().strip()
         self.url = self.process.stdout.readline().strip()
         assert self.url.startswith("http"), self.process.communicate()[0]
-        (self.keeper,) = keepers(self.process.pid)
+        (self.keeper,) = until(lambda: keepers(self.process.pid))
 
     def do(self, line: str) -> None:
         """Let it do something."""
@@ -507,7 +507,7 @@ def test_a_rank_that_has_told_nothing_yet_has_no_end_to_push(tmp_path: Path) -> 
         process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        (keeper,) = keepers(process.pid)
+        (keeper,) = until(lambda: keepers(process.pid))
         process.kill()
         process.communicate()
         assert until(lambda: has_gone(keeper))
@@ -539,7 +539,7 @@ def test_the_standard_library_comes_before_what_lies_beside_ddpdebug(tmp_path: P
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"1\n"
-    (keeper,) = keepers(process.pid)
+    (keeper,) = until(lambda: keepers(process.pid))
     try:
         assert until(lambda: catches(keeper, signal.SIGTERM))  # it has come to its own code
     finally:
@@ -572,6 +572,6 @@ def test_a_keeper_that_nobody_took_goes_with_its_monitor(tmp_path: Path) -> None
     monitor = ddpdebug.watch(
         model, optimizer, out=tmp_path / "run", sd_dir=tmp_path / "sd", metrics_host="203.0.113.1", quiet=True
     )
-    (keeper,) = set(keepers(os.getpid())) - {*before}
+    (keeper,) = until(lambda: {*keepers(os.getpid())} - {*before})
     monitor.close()
     assert until(lambda: has_gone(keeper))
