@@ -83,6 +83,7 @@ def serve_http(server: MCPServer[Any], host: str, port: int, token: str) -> int:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        bound.listen()  # who reads the line below may come at once
     except OSError as error:
         bound.close()
         raise UsageError(f"cannot serve at {host} port {port}: {error.strerror or error}") from None
