@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ddpdebug import devices
 from ddpdebug.fingerprint import CHUNK_WORDS, MASK, NO_DATA, PLAIN, has_data, integers_of, signed
+from ddpdebug.torch_internals import unlisted
 
 #: Words of one tile. A chunk of the weights is a whole number of tiles, so that a tile has one chunk's weight.
 TILE = 4096
@@ -130,8 +131,8 @@ def table_of(blocks: Sequence[Tensor]) -> Table:
     host = (torch.tensor(rows, dtype=torch.int64), there, torch.tensor(begun, dtype=torch.int64))
     device = blocks[0].device
     if device.type == "cpu":
-        return Table(*host)
-    return Table(*(devices.to_device(part, device) for part in host))
+        return Table(*map(unlisted, host))
+    return Table(*(unlisted(devices.to_device(part, device)) for part in host))
 
 
 def _word_bytes(size: int) -> int:

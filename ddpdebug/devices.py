@@ -20,6 +20,7 @@ import torch
 
 from ddpdebug.clock import time
 from ddpdebug.errors import DeviceFailedError, text_of
+from ddpdebug.torch_internals import unlisted
 
 #: The class that torch has for errors of devices since 2.8; before, and of libraries, they are known by their words.
 _KIND: type[BaseException] | tuple[()] = getattr(torch, "AcceleratorError", ())
@@ -155,7 +156,7 @@ class _Pinned:
         self.pool = pool
         self.event: torch.Event | None = None
         with torch.inference_mode(mode=False):  # what is made within could not be written to outside
-            self.memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self.memory = unlisted(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
 
 
 class Copy:
@@ -166,7 +167,7 @@ class Copy:
     def __init__(self, like: torch.Tensor, device: torch.device) -> None:
         self._arrived, self._piece = False, _piece(device, like.nbytes)
         #: as large as the tensor; of use as long as the copy is
-        self.host = self._piece.memory[: like.nbytes].view(like.dtype).view(like.shape)
+        self.host = unlisted(self._piece.memory[: like.nbytes].view(like.dtype).view(like.shape))
 
     def begun(self, device: torch.device) -> None:
         """Note that the device's current stream was given the copy."""

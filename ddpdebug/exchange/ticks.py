@@ -483,7 +483,7 @@ class Exchange:
         self._everyone_waits = any(flag & _BUSY for flag in flags)
         last = quiet and not rows and not messages and all(flag & (_LEAVING | _LEFT) for flag in flags)
         left = {rank for rank, flag in zip(self._members, flags, strict=True) if flag & _LEFT}
-        members = tuple(rank for rank in self._members if rank not in left)
+        members = tuple([rank for rank in self._members if rank not in left])
         progress = max(header[2] for header in headers)
         apart = self._apart([header[2] for header in headers if not header[1] & (_LEAVING | _LEFT)])
         self._busy = self._hand_over(Tick(tuple(rows), tuple(messages), members, progress, apart))

@@ -71,7 +71,7 @@ class TreeExchange(Exchange):
         self._someone_leaves = bool(result.leaving)
         self._everyone_waits = bool(result.busy or result.more or result.waiting)
         everyone, gone = self._everyone, self._everyone & result.left
-        members = tuple(rank for rank in self._members if not gone >> rank & 1) if gone else self._members
+        members = tuple([rank for rank in self._members if not gone >> rank & 1]) if gone else self._members
         quiet = not (result.waiting or result.more or result.busy or result.steps or result.messages or result.heard)
         last = quiet and (result.leaving | result.left) == everyone
         apart = self._apart([result.least, result.most] if result.least >= 0 else [])

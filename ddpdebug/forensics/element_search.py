@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.optimizers import OptimizerWatch
 from ddpdebug.probes.values import raw_bytes
@@ -91,7 +91,7 @@ class Elements:
             try:
                 if plan.name in watch.names:
                     parameter = watch.params[watch.names.index(plan.name)].detach()
-                    elements = parameter.contiguous().view(-1)[:_MAX_ELEMENTS].clone()
+                    elements = internals.unlisted(parameter.contiguous().view(-1)[:_MAX_ELEMENTS].clone())
             finally:  # also where there is no memory for it: the others wait for an answer
                 plan.made = elements, step
 

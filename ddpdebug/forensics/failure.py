@@ -81,4 +81,4 @@ def _named(text: str, state: StepState) -> tuple[str, ...]:
         return ()
     (wrapper,) = state.wrappers
     names = [name for key, name in wrapper.wrapped.items() if key in wrapper.trainable]
-    return tuple(names[place] for place in places[:_MAX_NAMES] if place < len(names))
+    return tuple([names[place] for place in places[:_MAX_NAMES] if place < len(names)])

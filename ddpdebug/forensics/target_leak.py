@@ -143,7 +143,7 @@ def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor, prepare
             mapped(value, lambda item: tokens if is_a(item, torch.Tensor) and known.tokens.is_set_to(item) else item)
         )
 
-    args = tuple(given(value) for value in capture.args)
+    args = tuple([given(value) for value in capture.args])
     kwargs = {key: given(value) for key, value in capture.kwargs.items()}
     tracer = Tracer(lambda: (None, None, 0), time.monotonic() + _SECONDS)
     handles = [

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ddpdebug.torch_internals import unlisted
+
 _DEVICES = ("cpu", "cuda")
 
 
@@ -44,11 +46,11 @@ class RandomState:
         cuda, device, others = None, 0, []
         if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             device = torch.cuda.current_device()
-            cuda = torch.cuda.get_rng_state(device)
+            cuda = unlisted(torch.cuda.get_rng_state(device))
             numbers = range(torch.cuda.device_count()) if all_devices else ()
-            others = [(number, torch.cuda.get_rng_state(number)) for number in numbers if number != device]
+            others = [(number, unlisted(torch.cuda.get_rng_state(number))) for number in numbers if number != device]
         return cls(
-            cpu=torch.default_generator.get_state(),
+            cpu=unlisted(torch.default_generator.get_state()),
             cuda=cuda,
             device=device,
             others=tuple(others),
@@ -73,7 +75,7 @@ class RandomState:
 
 def _comparable(state: Any) -> tuple[Any, ...]:
     """Return a state of NumPy's generator whose parts can be compared."""
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+    return tuple([part.tobytes() if hasattr(part, "tobytes") else part for part in state])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ class Covering:
             if known.sharding and self._world > 1 and not self._sharding_said:
                 self._sharding_said = True
                 lines.append(known.sharding)
-            gaps = tuple((gap.part, gap.weight) for gap in known.gaps)
+            gaps = tuple([(gap.part, gap.weight) for gap in known.gaps])
             keep = self._ended or gaps != self._shown or now - self._kept > _KEEP_SECONDS
             if keep:
                 self._shown, self._kept = gaps, now

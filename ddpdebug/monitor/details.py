@@ -196,7 +196,7 @@ def _numerics(record: StepRecord, _: Sources) -> Numerics:
 
 
 def _recipe(record: StepRecord, _: Sources) -> Recipe:
-    rates = tuple(group.get("lr") for group in record.parts[GroupSettings].groups)
+    rates = tuple([group.get("lr") for group in record.parts[GroupSettings].groups])
     return Recipe(**record.since.parts[RecipeNotes].recipe, lr=rates)
 
 

@@ -203,7 +203,7 @@ class OpenHangs:
         known = [one.hang for one in self.open.values()]
         if found.kind == "left":
             said = {rank for hang in known if hang.kind == "left" for rank in hang.ranks}
-            new = tuple(rank for rank in found.ranks if rank not in said)
+            new = tuple([rank for rank in found.ranks if rank not in said])
             if not new or new == found.ranks:
                 return found if new else None
             where = {str(rank): found.where[str(rank)] for rank in new if str(rank) in found.where}
@@ -298,7 +298,7 @@ class OpenHangs:
         """Take what the waiting comes to, as the rank that judges says."""
         self.waiting = Waiting(
             state=WaitState(message["state"]),
-            ranks=tuple(int(each) for each in message["ranks"]),
+            ranks=tuple([int(each) for each in message["ranks"]]),
             phase=message["phase"],
             location=message["location"],
             line=str(message["line"]),

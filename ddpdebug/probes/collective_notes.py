@@ -231,7 +231,7 @@ class CollectiveNotes:
         if isinstance(given, torch.Tensor):
             return self._text(given)
         if isinstance(given, list | tuple):
-            return tuple(text for one in given[:_MOST_SHAPES] for text in self._text(one))
+            return tuple([text for one in given[:_MOST_SHAPES] for text in self._text(one)])
         return ()
 
     def _text(self, given: Any) -> tuple[str]:
@@ -249,7 +249,7 @@ class CollectiveNotes:
 
     def kept(self) -> tuple[Noted, ...]:
         """Return the newest notes, oldest first."""
-        return tuple(noted for text in tuple(self._kept) if (noted := Noted.read(text)) is not None)
+        return tuple([noted for text in tuple(self._kept) if (noted := Noted.read(text)) is not None])
 
     def number(self, group: str, count: int) -> int:
         """Return the number of the newest collective at a count of the group's."""

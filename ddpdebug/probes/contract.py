@@ -48,7 +48,7 @@ def facts(watch: OptimizerWatch, *, wrappers: int, world: int) -> Contract:
         **merged,
         ddp=wrappers,
         world=world,
-        groups=tuple(tuple(wrapper.group) for wrapper in owners),
+        groups=tuple([tuple(wrapper.group) for wrapper in owners]),
         hook=next(iter([wrapper.hook for wrapper in owners if wrapper.hook]), None),
         ignored=tuple(sorted({name for wrapper in owners for name in wrapper.ignored})),
         location=user_location(),

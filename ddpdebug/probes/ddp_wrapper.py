@@ -216,7 +216,7 @@ def announce_model(module: torch.nn.Module, index: int, group: list[int], announ
     ignored = internals.ignored_names(inner)
     entries = structure(inner)
     digest = f"{fingerprint.of_text(repr(entries)):016x}"
-    told = tuple((kind, name, tuple(shape), dtype, trained) for kind, name, shape, dtype, trained in entries)
+    told = tuple([(kind, name, tuple(shape), dtype, trained) for kind, name, shape, dtype, trained in entries])
     announce(Structure(digest=digest, entries=told, group=tuple(group)), index)
     named = [
         (n, t) for n, t in (*internals.named_parameters(inner), *internals.named_buffers(inner)) if n not in ignored

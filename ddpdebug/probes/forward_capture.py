@@ -86,7 +86,7 @@ class ForwardCapture:
     @property
     def args(self) -> tuple[Any, ...]:
         """Return the positional arguments as far as they are still there, with `Lost` in place of the rest."""
-        return tuple(fetch(value) for value in self.given[0])
+        return tuple([fetch(value) for value in self.given[0]])
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class ForwardCaptures:
         capture = ForwardCapture(
             module=model.ref,
             step=step,
-            given=(tuple(hold(value, kept) for value in args), {k: hold(value, kept) for k, value in kwargs.items()}),
+            given=(tuple([hold(value, kept) for value in args]), {k: hold(value, kept) for k, value in kwargs.items()}),
             rng=RandomState.now(),
             autocast=Autocast.now(model.device),
             names=model.names,
@@ -383,7 +383,7 @@ class _Model:
             return
         self._uses = 0
         named = list(internals.named_modules(module))
-        self.names = tuple(name for name, _ in named)
+        self.names = tuple([name for name, _ in named])
         self._modules = [weakref.ref(m) for _, m in named]
         parameters = list(internals.named_parameters(module))
         self.device = parameters[0][1].device.type if parameters else "cpu"

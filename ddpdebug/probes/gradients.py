@@ -179,8 +179,7 @@ def _summable(grad: torch.Tensor) -> bool:
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=_norm_dtype(grad.dtype))
-    return norm
+    return internals.unlisted(torch.linalg.vector_norm(grad, dtype=_norm_dtype(grad.dtype)))
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -188,4 +187,4 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sum(grad: torch.Tensor) -> torch.Tensor:
-    return grad.sum() if grad.dtype in _EXACT else grad.sum(dtype=torch.float32)
+    return internals.unlisted(grad.sum() if grad.dtype in _EXACT else grad.sum(dtype=torch.float32))

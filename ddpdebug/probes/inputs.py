@@ -73,7 +73,7 @@ def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[B
         if ranges.kinds_of(*seen) == [ranges.MINUS_INF] and (_is_mask(name) or ranges.is_additive_mask(tensor)):
             continue
         about = {key: value for key, value in ranges.describe(tensor).items() if key != "range"}
-        found.append(BadInput(argument=name, **about, samples=tuple(ranges.samples(tensor))))
+        found.append(BadInput(argument=name, **about, samples=(*ranges.samples(tensor),)))
     return found
 
 

@@ -225,7 +225,7 @@ def spots_on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             flat, count = tensor.detach().view(-1), fingerprint.SPOT_BYTES
             start = max(0, (len(flat) - count) // 2)
             pieces.append(flat[start : start + count].view(torch.uint8))
-        return torch.cat(pieces)
+        return internals.unlisted(torch.cat(pieces))
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -224,7 +224,8 @@ class Layers:
             return
         seen = self._seen[key] = (internals.Seen(tensor), version)
         part = _part(whole)
-        part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
+        dtype = torch.float64 if part.dtype == torch.float64 else torch.float32
+        part = internals.unlisted(part.to(dtype, copy=True))
         kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
         about: dict[str, Any] = {"class_name": type(module).__name__, "role": role, "call": time, "kind": kind}
@@ -316,7 +317,7 @@ class Layers:
         past = self._alive.setdefault(path, deque(maxlen=_SAMPLES))
         if past and past[-1][1].shape != fired.shape:
             past.clear()
-        past.append((inputs, fired))
+        past.append((inputs, internals.unlisted(fired)))
         any_time = torch.stack([own for _, own in past]).any(0)
         dead = self._keep(1 - any_time.float().mean())
         return {"zero_units": dead, "inputs": sum(n for n, _ in past), "units": fired.numel()}
@@ -353,7 +354,7 @@ class Layers:
             notes.names.append(name)
             notes.facts.append(fact)
             self._blocks.append(block)
-        self._symmetry = [_symmetric(p) for p in self._parameters(watch, notes)] if first else []
+        self._symmetry = [internals.unlisted(_symmetric(p)) for p in self._parameters(watch, notes)] if first else []
         self._blocks = internals.clones(self._blocks)
         record.parts[LayerSamples] = notes
 

@@ -214,7 +214,7 @@ class LoopCalls:
         if scale is None:  # a scaler that is off on this rank may be on elsewhere
             self.last_loss_scale = lambda: 1.0
             return
-        self._scaled_by = scale.detach().clone()
+        self._scaled_by = internals.unlisted(scale.detach().clone())
         read = device.numbers([self._scaled_by])
         if scale.device.type == "cpu":
             value = read()[0]

@@ -57,7 +57,7 @@ class MemorySample:
     device_retries: int = 0
 
 
-_SAMPLED = tuple(sample.name for sample in fields(MemorySample))
+_SAMPLED = tuple([sample.name for sample in fields(MemorySample)])
 
 
 @dataclass(slots=True)

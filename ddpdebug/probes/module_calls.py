@@ -60,8 +60,8 @@ class ModuleCalls:
     def tidy(self, *hooks: ModuleHook) -> None:
         """Let the hooks that are on see the calls of all modules: these and those that did before."""
         known = dict.fromkeys((*self._before, *self._after, *hooks))
-        self._before = tuple(hook for hook in known if hook.is_on and not hook.is_after)
-        self._after = tuple(hook for hook in known if hook.is_on and hook.is_after)
+        self._before = tuple([hook for hook in known if hook.is_on and not hook.is_after])
+        self._after = tuple([hook for hook in known if hook.is_on and hook.is_after])
         self.idle = self.closed or all([hook.of is not None for hook in (*self._before, *self._after)])
         some = [] if self.closed else [key for hook in (*self._before, *self._after) for key in hook.of or ()]
         if some or self._some:
@@ -135,7 +135,7 @@ class OneModule:
     def remove(self) -> None:
         """Look no more."""
         if looks := self._calls.of.get(self._key):
-            self._calls.of[self._key] = tuple(one for one in looks if one is not self)
+            self._calls.of[self._key] = tuple([one for one in looks if one is not self])
 
 
 class ModuleHook:

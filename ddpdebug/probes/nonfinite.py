@@ -361,7 +361,7 @@ class Numerics:
             looks.inputs = inputs.bad(module, capture.args, capture.kwargs)
             found["inputs"] = tuple(looks.inputs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
-        found["reduced"] = tuple(record.names[i] for i in reduced)[:_MAX_NAMES]
+        found["reduced"] = tuple([record.names[i] for i in reduced])[:_MAX_NAMES]
         if before:
             phase = None
             index, step = record.optimizer, record.step
@@ -409,8 +409,8 @@ class Numerics:
             _, detail = summary(record, record.since.parts[Looks])
         parameters = NonfiniteParameters(
             before=() if detail.parameters is None else detail.parameters.before,
-            after=tuple(key[0] for key in new if len(key) == 1)[:_MAX_NAMES],
-            state=tuple((key[0], key[1]) for key in new if len(key) == 2)[:_MAX_NAMES],
+            after=tuple([key[0] for key in new if len(key) == 1])[:_MAX_NAMES],
+            state=tuple([(key[0], key[1]) for key in new if len(key) == 2])[:_MAX_NAMES],
             phase="optimizer" if self._verified.get(watch.index) == watch.step else None,
         )
         judgement.detail = replace(detail, parameters=parameters)

@@ -45,7 +45,7 @@ def summary(record: StepRecord, looks: Looks) -> tuple[Flag, Numerics]:
         output_finite=looks.output_finite,
         inputs=tuple(looks.inputs),
         entry=looks.entry,
-        local=tuple(names[key] for key in looks.local if key in names)[:_MAX_NAMES],
+        local=tuple([names[key] for key in looks.local if key in names])[:_MAX_NAMES],
         largest={names[key]: value for key, value in looks.largest.items() if key in names},
         parameters=NonfiniteParameters(),
         near=tuple(near[:_MAX_CALLS]),
@@ -84,7 +84,7 @@ def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
         looks.loss = None if bad_loss is None or looks.loss is None else replace(looks.loss, value=bad_loss)
         flags, detail = summary(record, looks)
         bad_local, bad_reduced = (
-            tuple(name for name, norm in norms.items() if not math.isfinite(norm))[:_MAX_NAMES]
+            tuple([name for name, norm in norms.items() if not math.isfinite(norm)])[:_MAX_NAMES]
             for norms in (local, reduced)
         )
         record.parts[Judgement].detail = replace(detail, local=bad_local, reduced=bad_reduced)

@@ -117,7 +117,7 @@ class OptimizerWatch:
         self.params = [internals.alias(p) for p in self.params]  # their memory; the job's own objects may die
         self._aliased = True
         rows = zip(self.table, self.params, strict=True)
-        self.table = tuple((name, p, owned, owner) for (name, _, owned, owner), p in rows)
+        self.table = tuple([(name, p, owned, owner) for (name, _, owned, owner), p in rows])
 
     @property
     def key(self) -> tuple[int, ...]:

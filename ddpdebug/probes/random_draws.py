@@ -233,7 +233,7 @@ class RandomDraws:
             for (place, name), streak in sorted(self._streaks.items())
             if name in states
         ]
-        calls = tuple(_lines(user_frame()))[:_MAX_LINES]
+        calls = (*_lines(user_frame()),)[:_MAX_LINES]
         told = announcements.RandomDraws(
             step=number, draws=tuple(draws), inputs=tuple(inputs), loaded=step.loaded, calls=calls
         )

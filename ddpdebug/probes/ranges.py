@@ -36,7 +36,7 @@ def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     if own is None:
         return None
     low, high = torch.aminmax(own)
-    return low, high
+    return internals.unlisted(low), internals.unlisted(high)
 
 
 def is_surely_finite(tensor: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     rest = own[finite]
     there = ((NAN, own.isnan()), (INF, own == math.inf), (MINUS_INF, own == -math.inf))
     return {
-        "kinds": tuple(name for name, mask in there if bool(mask.any())),
+        "kinds": tuple([name for name, mask in there if bool(mask.any())]),
         "count": int(own.numel() - int(finite.sum())),
         "range": None if not rest.numel() else (float(rest.min()), float(rest.max())),
         "dtype": dtype_name(tensor),

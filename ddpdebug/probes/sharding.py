@@ -124,14 +124,18 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
             sizes[text] = sizes.get(text, 0) + _is_shared(layout, world)
     shared = sorted((text for text, count in sizes.items() if count), key=lambda text: (-sizes[text], text))
     chosen = shared[:CLASS_SLOTS]
-    slots = tuple(chosen.index(text) if text in chosen else None for text in words)
+    slots = tuple([chosen.index(text) if text in chosen else None for text in words])
     parts = tuple(
-        name if slot is None or text is None or text == _EVERYWHERE else part_name(name, text)
-        for name, slot, text in zip(names, slots, words, strict=True)
+        [
+            name if slot is None or text is None or text == _EVERYWHERE else part_name(name, text)
+            for name, slot, text in zip(names, slots, words, strict=True)
+        ]
     )
     holders = tuple(
-        _holders(text, parameter, is_owned, layout, world)
-        for text, parameter, is_owned, layout in zip(words, params, owned, layouts, strict=True)
+        [
+            _holders(text, parameter, is_owned, layout, world)
+            for text, parameter, is_owned, layout in zip(words, params, owned, layouts, strict=True)
+        ]
     )
     places = {p.dimension: (p.coordinate, p.size) for layout in layouts if layout is not None for p in layout.places}
     alone = sum(slot is None and text is not None for slot, text in zip(slots, words, strict=True))
@@ -140,7 +144,7 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
     return Sharding(
         slots=slots,
         text=_text(parted, shared=sum(sizes[text] for text in chosen), alone=alone, local=local),
-        keys=tuple(fingerprint.of_text(f"{model} {text}") for text in chosen),
+        keys=tuple([fingerprint.of_text(f"{model} {text}") for text in chosen]),
         holders=holders,
         names=parts,
         place=MeshPlace(

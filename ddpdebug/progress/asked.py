@@ -76,7 +76,7 @@ def threads() -> dict[str, tuple[str, ...]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()} | background.names()
     found = {}
     for ident, frame in islice(sys._current_frames().items(), _MAX_THREADS):  # noqa: SLF001 - documented
-        found[f"{names.get(ident, 'not of Python')[:100]} ({ident})"] = tuple(_frames(frame))
+        found[f"{names.get(ident, 'not of Python')[:100]} ({ident})"] = (*_frames(frame),)
     return found
 
 

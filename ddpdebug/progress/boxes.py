@@ -73,7 +73,7 @@ def _state(rank: int, box: black_box.Recorded, now: float, notes: int) -> RankSt
     ended = "" if progress is None else progress.ended
     shown = box.kernel()
     age = max(0.0, now - box.beat) if box.here and box.beat else math.nan
-    lines = tuple(_note_words(note.text)[:_MAX_TEXT] for note in box.notes[-notes:]) if notes else ()
+    lines = tuple([_note_words(note.text)[:_MAX_TEXT] for note in box.notes[-notes:]]) if notes else ()
     if not box.here:
         state, seen = ELSEWHERE, Seen(progress=progress, left=_ended(ended) if ended else "")
     elif shown is None or shown.is_gone or ended:

@@ -151,7 +151,7 @@ def take(frame: FrameType | None) -> tuple[Frame, ...]:
 
 def signature(stack: tuple[Frame, ...]) -> int:
     """Return a number that changes as soon as any frame of a stack goes on."""
-    return hash(tuple((id(frame.code), frame.instruction) for frame in stack))
+    return hash(tuple([(id(frame.code), frame.instruction) for frame in stack]))
 
 
 def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
@@ -173,7 +173,7 @@ def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
         phase=_phase(inner, does, kind),
         does=does,
         kind=kind,
-        stack=tuple(frame.words() for frame in frames),
+        stack=tuple([frame.words() for frame in frames]),
         unrecorded=kind == "store" or any(_is_c10d(frame, _UNRECORDED) for frame in inner),
         among=any("/torch/distributed/" in frame.file for frame in inner),
     )
@@ -189,7 +189,7 @@ def of_places(places: Sequence[Place]) -> At:
     """
     frames = [place for place in places if "/ddpdebug/" not in place.file]
     users = next((place for place in frames if is_user_file(place.file)), None)
-    stack = tuple(f"{location(place.file, place.line)} ({place.function})" for place in frames[:_MOST_FRAMES])
+    stack = tuple([f"{location(place.file, place.line)} ({place.function})" for place in frames[:_MOST_FRAMES]])
     if users is None:
         return At(stack=stack, kind=_matching(places[0], "") if places else "")
     line = linecache.getline(users.file, users.line)

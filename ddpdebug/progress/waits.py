@@ -313,7 +313,7 @@ def _of_sides(
         found,
         difference=next(why for side in sides[1:] if (why := first.differs(calls[side[0]])) is not None),
         sides={_numbers(side): calls[side[0]].words() for side in sides},
-        undecided=() if outvoted else tuple(tuple(side) for side in sides),
+        undecided=() if outvoted else tuple([tuple(side) for side in sides]),
         location=calls[ranks[0]].location or found.location,
         group=first.group,
     )
@@ -347,7 +347,7 @@ def _closed(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -
         found,
         difference="order",
         sides={_numbers(members): words for (_, words), members in told.items()},
-        undecided=tuple(map(tuple, told.values())) if len(told) > 1 and not outvoted else (),
+        undecided=(*map(tuple, told.values()),) if len(told) > 1 and not outvoted else (),
     )
 
 

@@ -303,7 +303,7 @@ class Watcher:
         members = self._members()
         noted = {(one.call.group, one.call.number): one.call for one in self.notes.kept() if one.call.number}
         calls = [(one, self._call(one, members, noted)) for one in newest]
-        recent = tuple(call for _, call in calls)
+        recent = tuple([call for _, call in calls])
         waits = [
             call if call.location else replace(call, location=at.place)
             for one, call in calls
@@ -315,7 +315,7 @@ class Watcher:
                 for group in pending
             ]
         if not newest and together:  # torch keeps no record
-            recent = tuple(replace(call, ranks=members.get(call.group, ())) for call in noted.values())
+            recent = tuple([replace(call, ranks=members.get(call.group, ())) for call in noted.values()])
             waits = waits or self._last_call(recent, counts, at)
         if not waits and (at.unrecorded or (at.kind == "collective" and not newest)):
             waits = [

@@ -189,7 +189,7 @@ class Coverage:
     @property
     def missed(self) -> tuple[Gap, ...]:
         """The gaps that forbid to say *clean*."""
-        return tuple(gap for gap in self.gaps if gap.weight > Weight.NOTE)
+        return tuple([gap for gap in self.gaps if gap.weight > Weight.NOTE])
 
     @property
     def complete(self) -> bool | None:
@@ -340,7 +340,7 @@ class Coverage:
         if not isinstance(record, Mapping):
             return None
         try:
-            ranks = tuple(RankCoverage.from_json(rank) for _, rank in table_items(record.get("ranks"), MAX_RANKS))
+            ranks = tuple([RankCoverage.from_json(rank) for _, rank in table_items(record.get("ranks"), MAX_RANKS)])
             numbers: dict[str, Any] = {
                 name: _number(record.get(name)) for name in ("since", "until", "joined", "newest")
             }
@@ -350,7 +350,7 @@ class Coverage:
                 compared=int(record.get("compared", 0)),
                 checked=int(record.get("checked", 0)),
                 last_checked=last if isinstance(last, bool) else None,
-                never=tuple(int(rank) for rank in list(record.get("never", ()))[:MAX_RANKS]),
+                never=tuple([int(rank) for rank in list(record.get("never", ()))[:MAX_RANKS]]),
                 apart=short(record.get("apart") or ""),
                 ranks=ranks,
                 **{name: record.get(name) is True for name in ("gradients", "losses", "validated", "certain", "ended")},
@@ -430,7 +430,7 @@ class Tally:
             apart=apart,
             certain=certain,
             ended=ended,
-            ranks=tuple(accounts[rank] for rank in sorted(accounts)),
+            ranks=tuple([accounts[rank] for rank in sorted(accounts)]),
         )
 
 

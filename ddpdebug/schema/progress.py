@@ -195,7 +195,7 @@ class Noted:
                 group=group,
                 number=int(number),
                 operation=operation,
-                shapes=tuple(shape for shape in shapes if shape),
+                shapes=tuple([shape for shape in shapes if shape]),
                 location=location or None,
                 root=int(root) if root else None,
             )

@@ -269,7 +269,7 @@ _LOCAL_NORM = Row._fields.index("local_norm_0")
 _REDUCED_SUM = Row._fields.index("reduced_sum_0")
 
 #: Fields that are compared between ranks.
-DIGESTS = tuple(name for name in Row._fields if name.endswith("_digest"))
+DIGESTS = tuple([name for name in Row._fields if name.endswith("_digest")])
 
 
 def _kind(name: str) -> str:

@@ -310,7 +310,7 @@ def outvoted(values: Mapping[int, object]) -> Blamed:
     if len(groups[0]) > len(groups[1]):
         return Blamed(sorted(rank for group in groups[1:] for rank in group))
     blamed = Blamed(sorted(values))
-    blamed.undecided = tuple(map(tuple, groups[:_MAX_SIDES]))
+    blamed.undecided = (*map(tuple, groups[:_MAX_SIDES]),)
     return blamed
 
 

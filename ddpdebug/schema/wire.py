@@ -162,7 +162,7 @@ def _leaf(kind: type, value: Any) -> Any:
 
 def _tuple(value: Any, readers: list[Callable[[Any], Any]], *, any_length: bool) -> tuple[Any, ...]:
     _checked(value, isinstance(value, list) and (any_length or len(value) == len(readers)))
-    return tuple((readers[0] if any_length else readers[i])(item) for i, item in enumerate(value))
+    return tuple([(readers[0] if any_length else readers[i])(item) for i, item in enumerate(value)])
 
 
 def _table(value: Any, read: Callable[[Any], Any], hint: Any) -> dict[str, Any]:

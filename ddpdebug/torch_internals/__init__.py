@@ -138,6 +138,7 @@ from ddpdebug.torch_internals.trees import (
     params as params,
     state as state,
 )
+from ddpdebug.torch_internals.unlisted import unlisted as unlisted
 
 
 def missing() -> list[str]:
@@ -325,8 +326,8 @@ class GlooGroup:
     def gather(self, data: bytes) -> list[bytes]:
         """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
         group = self._alive()
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        outs = [torch.empty_like(own) for _ in range(self._world)]
+        own = _bytes_of(data)
+        outs = [unlisted(torch.empty_like(own)) for _ in range(self._world)]
         options = names.AllgatherOptions()
         options.timeout = self._timeout
         self._wait(group.allgather([outs], [own], options), own, *outs)
@@ -359,9 +360,9 @@ class GlooGroup:
         """Gather byte strings of any length on the first rank; None on the others."""
         sizes = [_size(size) for size in self.gather(len(data).to_bytes(8, "little"))]
         group, longest = self._alive(), max(sizes)
-        own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        own = _bytes_of(data.ljust(longest, b"\0"))
         leads = self._rank == 0
-        outs = [torch.empty_like(own) for _ in range(self._world)] if leads else []
+        outs = [unlisted(torch.empty_like(own)) for _ in range(self._world)] if leads else []
         options = names.GatherOptions()
         options.rootRank, options.timeout = 0, self._timeout
         self._wait(group.gather([outs] if leads else [], [own], options), own, *outs)
@@ -375,7 +376,7 @@ class GlooGroup:
         return self._broadcast(data if self._rank == 0 and data is not None else bytes(_size(head)))
 
     def _broadcast(self, data: bytes) -> bytes:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensor = _bytes_of(data)
         options = names.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         self._wait(self._alive().broadcast([tensor], options), tensor)
@@ -394,6 +395,11 @@ class GlooGroup:
                 _keep_for_ever(group)
             if hasattr(group, "abort"):
                 group.abort()
+
+
+def _bytes_of(data: bytes) -> torch.Tensor:
+    """Return a tensor on a copy of some bytes."""
+    return unlisted(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
@@ -559,8 +565,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 def norms_there(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return the 2-norms of tensors of one floating dtype as zero-dimensional ones of `dtype`, without waiting."""
-    found: Sequence[torch.Tensor] = names.foreach_norm(list(tensors), 2, dtype=dtype)
-    return found
+    return [unlisted(norm) for norm in names.foreach_norm(list(tensors), 2, dtype=dtype)]
 
 
 def distances(
@@ -596,7 +601,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     It carries no graph and needs no gradient.
     """
     with names.without_dispatch_keys():
-        return tensor.detach()
+        return unlisted(tensor.detach())
 
 
 def is_traced() -> bool:

@@ -160,7 +160,7 @@ def _issued(entry: Mapping[str, Any]) -> Issued:
         group=str(entry["process_group"][0]),
         number=int(entry["p2p_seq_id" if peer_to_peer else "collective_seq_id"]),
         operation=str(entry["profiling_name"]).rpartition(":")[2].partition(" ")[0],
-        shapes=tuple(f"{_TYPES.get(name, name)} {list(sizes)}" for name, sizes in shapes),
+        shapes=tuple([f"{_TYPES.get(name, name)} {list(sizes)}" for name, sizes in shapes]),
         is_done=bool(entry.get("retired")),
         point_to_point=peer_to_peer,
     )

@@ -57,14 +57,14 @@ def layout_of(tensor: Any) -> Layout | None:
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         return None
-    names = mesh.mesh_dim_names or tuple(f"dimension {i}" for i in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple([f"dimension {i}" for i in range(mesh.ndim)])
     places = [Place(str(names[i]), int(coordinates[i]), int(mesh.size(i))) for i in range(mesh.ndim)]
     apart = [place for place, placed in zip(places, placements, strict=True) if not placed.is_replicate()]
     over = [i for i, placed in enumerate(placements) if placed.is_replicate() and places[i].size > 1]
     known = has_stages() and len(over) == 1
     return Layout(
         apart=tuple(sorted(place for place in apart if place.size > 1)),
-        places=tuple(place for place in places if place.size > 1),
+        places=tuple([place for place in places if place.size > 1]),
         shape=tuple(tensor.shape),
         text=repr(tuple(placements)),
         replicas=tuple(dist.get_process_group_ranks(mesh.get_group(over[0]))) if known else (),

@@ -326,7 +326,7 @@ def _made_with(function: FunctionType, original: CodeType, looks: list[_Look]) -
 
 
 def _filled(code: CodeType, put: Mapping[str, Any]) -> CodeType:
-    return code.replace(co_consts=tuple(put.get(c, c) if isinstance(c, str) else c for c in code.co_consts))
+    return code.replace(co_consts=tuple([put.get(c, c) if isinstance(c, str) else c for c in code.co_consts]))
 
 
 def _is_alike(plain: CodeType, original: CodeType) -> bool:

@@ -79,7 +79,7 @@ def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
     if not metadata or index >= len(metadata):
         return None
     shape = getattr(metadata[index], "shape", None)
-    return None if shape is None else tuple(map(int, shape))
+    return None if shape is None else (*map(int, shape),)
 
 
 def saved_tensor(node: Any, name: str) -> torch.Tensor | None:

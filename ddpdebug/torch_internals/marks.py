@@ -14,6 +14,7 @@ import torch
 
 from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.dtensors import held_here
+from ddpdebug.torch_internals.unlisted import unlisted
 
 
 class Seen:
@@ -91,7 +92,7 @@ class Memory:
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     with names.without_dispatch_keys():
-        return tensor.detach()
+        return unlisted(tensor.detach())
 
 
 def _memory_of(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage] | None:

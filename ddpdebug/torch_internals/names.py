@@ -281,7 +281,7 @@ loss_module: Any = thing("torch.nn.modules.loss._Loss", _LOSSES, otherwise=None)
 
 _CALLS = Feature("the calls of modules and of backward", "the module that ran out of memory is not named")
 #: Functions of torch's by which a frame of a stack is known.
-CALLS = tuple(key(f"{_MODULE}.{name}", _CALLS) for name in ("_call_impl", "_wrapped_call_impl"))
+CALLS = tuple([key(f"{_MODULE}.{name}", _CALLS) for name in ("_call_impl", "_wrapped_call_impl")])
 RUN_BACKWARD = key(
     "torch.autograd.graph._engine_run_backward", _CALLS, off="running out of memory in backward is not told apart"
 )

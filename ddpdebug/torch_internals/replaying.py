@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ddpdebug.torch_internals import names
 from ddpdebug.torch_internals.names import inherits
+from ddpdebug.torch_internals.unlisted import unlisted
 
 #: The tables of a module in which its tensors are.
 _TABLES = (names.PARAMETERS, names.BUFFERS)
@@ -20,7 +21,7 @@ def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return detached copies of tensors, made by one launch for all of them."""
     if not tensors:
         return []
-    return list(names.foreach_clone([tensor.detach() for tensor in tensors]))
+    return [unlisted(copy) for copy in names.foreach_clone([tensor.detach() for tensor in tensors])]
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

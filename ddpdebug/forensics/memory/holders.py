@@ -212,7 +212,7 @@ def _roots(frames: Iterable[FrameType]) -> Iterator[tuple[Any, _Place]]:
     for module in modules:
         file = vars(module).get("__file__")
         if isinstance(file, str) and is_user_file(file):
-            codes = tuple(f.__code__ for f in vars(module).values() if type(f) is FunctionType)
+            codes = tuple([f.__code__ for f in vars(module).values() if type(f) is FunctionType])
             for name, value in list(vars(module).items()):
                 if not name.startswith("__"):
                     yield value, _Place(name, None, codes, name, shorten(file))
@@ -223,7 +223,7 @@ def _frame_items(frame: FrameType | None) -> Iterator[tuple[Any, _Place]]:
         return
     code = frame.f_code
     top = code.co_name == "<module>"
-    others = tuple(f.__code__ for f in list(frame.f_globals.values()) if type(f) is FunctionType)
+    others = tuple([f.__code__ for f in list(frame.f_globals.values()) if type(f) is FunctionType])
     line = f"{shorten(code.co_filename)}:{frame.f_lineno}"
     variables = local_values(frame) if code.co_flags & inspect.CO_OPTIMIZED else frame.f_locals
     for name, value in list(variables.items()) if type(variables) is dict else ():  # a metaclass may give another one
@@ -286,10 +286,12 @@ def _traceback(error: BaseException, place: _Place) -> Iterator[tuple[Any, _Plac
 def _attributes(value: Any, place: _Place) -> Iterator[tuple[Any, _Place]]:
     kind = type(value)
     methods = tuple(
-        function.__code__
-        for base in kind.__mro__
-        for function in vars(base).values()
-        if type(function) is FunctionType and is_user_file(function.__code__.co_filename)
+        [
+            function.__code__
+            for base in kind.__mro__
+            for function in vars(base).values()
+            if type(function) is FunctionType and is_user_file(function.__code__.co_filename)
+        ]
     )
     own = inspect.getattr_static(value, "__dict__", None)
     table = object.__getattribute__(value, "__dict__") if own is not None else None

@@ -185,10 +185,10 @@ class Reports:
             "operation": failure.operation if failure is not None else None,
             "lines": dict(failure.lines) if failure is not None else {},
             "modules": {names.get(key, "(other)"): size for key, size in modules},
-            "shapes": tuple(map(tuple, memory.shapes)),
+            "shapes": (*map(tuple, memory.shapes),),
             "elements": memory.elements,
             "largest_elements": memory.largest,
-            "curve": tuple((past.step, past.used, past.elements) for past in tuple(memory.history)),
+            "curve": tuple([(past.step, past.used, past.elements) for past in tuple(memory.history)]),
             "directory": f"{run_files.RANKS}/{self.rank}/memory",
         }
 

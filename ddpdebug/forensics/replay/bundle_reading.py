@@ -238,7 +238,7 @@ class _Tree:
         readers: dict[str, Callable[[Any], Any]] = {
             "tensor": lambda _: self._tensors.get(node),
             "list": lambda parts: [self.value(part, depth + 1) for part in _list(parts)],
-            "tuple": lambda parts: tuple(self.value(part, depth + 1) for part in _list(parts)),
+            "tuple": lambda parts: tuple([self.value(part, depth + 1) for part in _list(parts)]),
             "dict": lambda parts: {_key(k): self.value(part, depth + 1) for k, part in map(_list, _list(parts))},
             "value": _plain,
             "float": lambda text: float(_text(text)),

@@ -164,7 +164,7 @@ class _Replay:
 
     def _both(self, tracer: Tracer, prepared: Prepared, *, backward: bool) -> None:
         capture = self._capture
-        args = tuple(prepared.argument(value) for value in capture.args)
+        args = tuple([prepared.argument(value) for value in capture.args])
         kwargs = {key: prepared.argument(value) for key, value in capture.kwargs.items()}
         _add_sources(tracer, args, kwargs, prepared)
         capture.rng.restore()

@@ -37,7 +37,7 @@ class FrozenMoves:
         if not held:
             return ()
         now = signs([p for _, p in held])
-        return tuple(name for (name, _), old, new in zip(held, self._before, now, strict=True) if old != new)
+        return tuple([name for (name, _), old, new in zip(held, self._before, now, strict=True) if old != new])
 
 
 def signs(params: list[torch.Tensor]) -> list[int | None]:

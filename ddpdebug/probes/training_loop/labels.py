@@ -11,7 +11,7 @@ import torch
 from ddpdebug.probes.training_loop.loss_graph import Term, has_weights, is_mean, labels_of
 from ddpdebug.schema.announcements import InitialLoss, LabelCounts
 from ddpdebug.schema.row import Flag
-from ddpdebug.torch_internals import graph, modules as modules_in
+from ddpdebug.torch_internals import graph, modules as modules_in, unlisted
 
 _EACH = 0  # the reduction of a loss that is one number for each label: a mask may come behind it
 _LEAST = 2  # labels of a step: one alone is always of one class
@@ -41,7 +41,7 @@ class Labels:
             again = labels[1:][labels[1:] == labels[:-1]]
             counts = torch.stack([torch.bincount(some, minlength=classes) for some in (labels, again)])
             same = self._counts is not None and self._counts.shape == counts.shape
-            self._counts = counts + self._counts if same and self._counts is not None else counts
+            self._counts = unlisted(counts + self._counts if same and self._counts is not None else counts)
             self._reads = self._reads + 1 if same else 1
             self._weighted = self._weighted or has_weights(term)
             self._masked = self._masked or graph.saved_number(term.node, "reduction") == _EACH

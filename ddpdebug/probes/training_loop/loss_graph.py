@@ -287,7 +287,7 @@ def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:
     if isinstance(fact, TargetRange):
         return fact.loss, math.floor(fact.low), math.ceil(fact.high)
     sizes = fact.prediction + fact.result
-    return fact.loss, fact.explicit, len(fact.prediction), tuple(sizes.index(size) for size in sizes)
+    return fact.loss, fact.explicit, len(fact.prediction), tuple([sizes.index(size) for size in sizes])
 
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
@@ -345,7 +345,7 @@ def _made_by(node: Any) -> tuple[str, ...]:
     """Name the two operations that made what a loss was given, the last one first."""
     last = _below(node)
     known = (last, None if last is None else _below(last))
-    return tuple(_plain(below.name()) for below in known if below is not None)
+    return tuple([_plain(below.name()) for below in known if below is not None])
 
 
 def _range(values: torch.Tensor | None) -> tuple[float, float] | None:

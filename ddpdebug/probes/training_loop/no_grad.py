@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
     def told(self) -> NoGradPart:
         params = self.params()
-        names = tuple(self.prefix + name for name in list(self.marks)[:_MAX_NAMES])
+        names = tuple([self.prefix + name for name in list(self.marks)[:_MAX_NAMES]])
         written = any(
             [
                 name not in params or internals.version_of(params[name]) != version
@@ -103,7 +103,7 @@ class NoGrad:
 
     def found(self) -> NoGradParts | None:
         """Return what is left."""
-        parts = tuple(part.told() for part in self._parts[:_MAX_PARTS])
+        parts = tuple([part.told() for part in self._parts[:_MAX_PARTS]])
         return NoGradParts(parts=parts) if parts else None
 
     def _outermost(self, root: nn.Module, behind: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -104,7 +104,7 @@ class Audit:
         owned = [p for wrapper in wrappers for _, p in _named(wrapper) if p.requires_grad]
         return MissingParameters(
             step=step,
-            missing=tuple(name for name, _ in missing)[:_MAX_NAMES],
+            missing=tuple([name for name, _ in missing])[:_MAX_NAMES],
             number=len(missing),
             share=_elements(p for _, p in missing) / max(1, _elements(owned)),
             orphans=tuple(self._orphans(wrappers)[:_MAX_NAMES]),
@@ -172,7 +172,7 @@ class OutputLayer:
                 for name, key, version in self._found
             ]
         )
-        return tuple(name for name, _, _ in self._found) if same else ()
+        return tuple([name for name, _, _ in self._found]) if same else ()
 
 
 def _weights(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,10 +26,10 @@ _LEAST = 32
 #: Share of the rate at which a schedule by factors has come to its end, and above which it hardly moves.
 _ENDED, _MOVED = 1e-3, 0.3
 #: Classes whose `step` is not the one that they inherit.
-STEPS: tuple[type, ...] = tuple(
+STEPS: tuple[type, ...] = tuple([
     kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)
     and (issubclass(kind, lr_scheduler.LRScheduler))
-)  # fmt: skip
+])  # fmt: skip
 
 
 @dataclass(slots=True)

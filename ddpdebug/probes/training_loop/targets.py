@@ -15,7 +15,7 @@ import torch
 from ddpdebug import fingerprint
 from ddpdebug.probes.training_loop.loss_graph import Term, chain, has_weights, is_mean, labels_of, name_of
 from ddpdebug.schema import announcements
-from ddpdebug.torch_internals import graph, is_plain
+from ddpdebug.torch_internals import graph, is_plain, unlisted
 
 _MAX_CLASSES, _MAX_COLUMNS, _MAX_ELEMENTS = 4096, 256, 1 << 16
 _TOLD_CLASSES = 256  # of more, no counts are told
@@ -79,12 +79,12 @@ class Targets:
         if self._key != (key := (name_of(term), classes)):
             self._begin(key)
         counts = torch.bincount(labels, minlength=classes)
-        self._counts = counts if self._counts is None else self._counts + counts
+        self._counts = unlisted(counts if self._counts is None else self._counts + counts)
         self._whole = self._whole and torch.equal(counts * (self._reads + 1), self._counts)
         digest = fingerprint.fingerprint(labels)
         many = len(labels) >= _LIST and int(low) != int(high)  # few labels are the same by chance
         if self._fresh is None or not many or digest not in self._lists:
-            self._fresh = counts if self._fresh is None else self._fresh + counts
+            self._fresh = unlisted(counts if self._fresh is None else self._fresh + counts)
         if len(self._lists) < _MAX_LISTS:
             self._lists.add(digest)
         self._note(labels)
@@ -101,8 +101,8 @@ class Targets:
         if self._key != (key := (name_of(term), table.shape[1])):
             self._begin(key)
         sums, squares = table.sum(0), table.square().sum(0)
-        self._sums = sums if self._sums is None else self._sums + sums
-        self._squares = squares if self._squares is None else self._squares + squares
+        self._sums = unlisted(sums if self._sums is None else self._sums + sums)
+        self._squares = unlisted(squares if self._squares is None else self._squares + squares)
         self._note(table[:, 0].contiguous(), len(table))
         return True
 

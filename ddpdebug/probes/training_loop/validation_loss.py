@@ -71,9 +71,11 @@ class _Losses:
             if loss.device.type == "cpu":
                 self.total += float(loss)
             elif self.there is None:
-                self.there = loss.to(torch.float32, copy=True)
+                self.there = internals.unlisted(loss.to(torch.float32, copy=True))
             else:
-                self.there = self.there + loss  # a new one: in inference mode no other code may write into it
+                self.there = internals.unlisted(
+                    self.there + loss
+                )  # a new one: in inference mode no other code may write into it
 
     def reader(self) -> Callable[[], float]:
         """Return what gives the mean, and may wait for a device."""
@@ -201,7 +203,7 @@ class Evaluations:
             own.add(loss)
             return
         with internals.aside(), torch.no_grad():
-            self._newest = own, loss.detach(), loss.detach().clone()
+            self._newest = own, internals.unlisted(loss.detach()), internals.unlisted(loss.detach().clone())
 
     def _read_newest(self) -> None:
         """Read the newest loss as it was computed, or as the script has left it where it is that times the ranks.

@@ -61,7 +61,7 @@ class Fed:
         """Return the parameters that stand for all."""
         optimizer = self.optimizer()
         groups = [] if optimizer is None else internals.groups(optimizer)
-        key = hash(tuple((id(group["params"]), len(group["params"])) for group in groups))
+        key = hash(tuple([(id(group["params"]), len(group["params"])) for group in groups]))
         if key != self.key:
             held = ((g, i, p) for g, group in enumerate(groups) for i, p in enumerate(group["params"]))
             every = [(g, i) for g, i, p in held if p.requires_grad]

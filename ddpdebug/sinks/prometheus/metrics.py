@@ -154,7 +154,7 @@ class Pace:
         usual = self._seen[_FIRST_STEPS:]
         if len(usual) >= _USUAL_STEPS or (len(usual) >= _FEW_STEPS and sum(usual) >= _LONG):
             power = round(math.log(median(usual), _RESOLUTION))
-            self.bounds = tuple(float(f"{_RESOLUTION ** (power + i):.3g}") for i in _POWERS)
+            self.bounds = tuple([float(f"{_RESOLUTION ** (power + i):.3g}") for i in _POWERS])
 
 
 class Filling:
