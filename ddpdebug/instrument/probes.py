@@ -19,6 +19,7 @@ from ddpdebug.probes.buffers import Buffers
 from ddpdebug.probes.collective_notes import CollectiveNotes
 from ddpdebug.probes.collector_pauses import CollectorPauses
 from ddpdebug.probes.device_times import DeviceClock, cuda_device
+from ddpdebug.probes.end_numbers import EndNumbers
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.gradient_hooks import GradientHooks
@@ -149,6 +150,7 @@ class Probes:
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)
         self.last_state = LastState(bus, state, guard, hand_over_last or hand_over, due)
+        self.end_numbers = EndNumbers(bus, state, guard, self.numerics, hand_over)
         self.captures.subscribe(bus, state)
         self.recipe = Recipe(
             bus,

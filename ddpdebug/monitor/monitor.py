@@ -345,6 +345,7 @@ class Monitor:
             lambda: run("close:by-hand", probes.recorder.end_by_hand),
             lambda: run("close:memory", self.memory.close, error),
             lambda: run("close:last-state", probes.last_state.look_back),
+            lambda: run("close:numerics", probes.end_numbers.look),
             probes.last_state.close,
             lambda: probes.children is None or run("close:replay", probes.children.finish, _REPLAY_SECONDS),
             self._seal,

@@ -36,7 +36,8 @@ from ddpdebug.schema.details import NonfiniteLoss, NonfiniteParameters
 from ddpdebug.schema.row import Flag
 
 _MAX_OUTPUTS = 32
-_MAX_NAMES = 64
+#: Names of parameters that are reported of a step, and lines that are known.
+MAX_NAMES = 64
 #: Parameters and state up to this size are looked at after every checked step; of larger ones a share in turn.
 _SMALL_BYTES = 4 << 20
 _SHARES = 8
@@ -208,7 +209,7 @@ class Numerics:
         if frame is None:
             return None
         key = (frame.f_code.co_filename, frame.f_lineno)
-        if key not in self._lines and len(self._lines) < _MAX_NAMES:
+        if key not in self._lines and len(self._lines) < MAX_NAMES:
             self._lines[key] = self._guard.run("probe:loss_line", loss_line.expression, frame)
         return self._lines.get(key)
 
@@ -277,6 +278,10 @@ class Numerics:
             self._bad[watch.index] = watch.step
         if not gradients and (record.checked or self._every_step):
             self._clean[watch.index] = watch.step
+
+    def may_be_new(self, watch: OptimizerWatch) -> bool:
+        """Tell whether parameters that turn out to be non-finite now have not been seen so before."""
+        return self._on and not self._known.get(watch.index)
 
     def _called(self, looks: Looks) -> tuple[str, int] | None:
         """Return the file and the line that called the model."""
@@ -361,7 +366,7 @@ class Numerics:
             looks.inputs = inputs.bad(module, capture.args, capture.kwargs)
             found["inputs"] = tuple(looks.inputs)
             record.flags |= Flag.INPUT_NONFINITE if looks.inputs else Flag(0)
-        found["reduced"] = tuple([record.names[i] for i in reduced])[:_MAX_NAMES]
+        found["reduced"] = tuple([record.names[i] for i in reduced])[:MAX_NAMES]
         if before:
             phase = None
             index, step = record.optimizer, record.step
@@ -373,7 +378,7 @@ class Numerics:
                 phase = "optimizer"
             new = [name for name in before if name not in self._known.get(index, ())]
             self._known.setdefault(index, set()).update(before)
-            names = tuple(new or before)[:_MAX_NAMES]
+            names = tuple(new or before)[:MAX_NAMES]
             found["parameters"] = NonfiniteParameters(before=names, phase=phase)
         judgement = record.parts[Judgement]
         judgement.detail = replace(judgement.detail, **found)
@@ -409,8 +414,8 @@ class Numerics:
             _, detail = summary(record, record.since.parts[Looks])
         parameters = NonfiniteParameters(
             before=() if detail.parameters is None else detail.parameters.before,
-            after=tuple([key[0] for key in new if len(key) == 1])[:_MAX_NAMES],
-            state=tuple([(key[0], key[1]) for key in new if len(key) == 2])[:_MAX_NAMES],
+            after=tuple([key[0] for key in new if len(key) == 1])[:MAX_NAMES],
+            state=tuple([(key[0], key[1]) for key in new if len(key) == 2])[:MAX_NAMES],
             phase="optimizer" if self._verified.get(watch.index) == watch.step else None,
         )
         judgement.detail = replace(detail, parameters=parameters)

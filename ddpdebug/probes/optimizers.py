@@ -82,6 +82,7 @@ class OptimizerWatch:
         self.has_gradients = self.has_raw_gradients = optimizer is not None
         self._on_end = on_end
         self.step = 0
+        self.told = -1  # the newest step that has a row
         self.members: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers fused into backward
         self.names: list[str] = []
         self.params: list[torch.Tensor] = []

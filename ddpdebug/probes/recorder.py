@@ -501,6 +501,7 @@ class Recorder:
             has_row = True
         if has_row:
             self._hand_over(record)
+            watch.told = record.step
         step, since = self.count(watch), state.since
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), state.next_step())
         state.synced = state.syncs

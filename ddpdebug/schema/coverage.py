@@ -68,8 +68,8 @@ _PROBES = {
     "gradients": "gradients step-gradients wrapper no-sync comm-hook backward clip gather call-site",
     "optimizer": "optimizer copies by-hand row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers constants",
-    "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after modules entry guard "
-    "loss-backward",
+    "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after numerics-end modules entry "
+    "guard loss-backward",
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules resume audit moves modes chance inputs "
     "cuts no-grad unregistered rollouts evaluation observe load",
     "data": "loader items splits draws",

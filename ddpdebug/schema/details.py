@@ -271,6 +271,7 @@ class NonfiniteParameters(Struct):
     after: tuple[str, ...] = ()  # as it left them, although the gradients were finite
     state: tuple[tuple[str, str], ...] = ()  # likewise: (parameter, key)
     phase: str | None = None  # "optimizer" or "outside-optimizer": who made them so; None: not known
+    unwatched_since: int | None = None  # the first of the steps that nobody has watched, where the end showed `before`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

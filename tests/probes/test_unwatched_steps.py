@@ -7,14 +7,18 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import end_numbers
 from ddpdebug.probes.loop_calls import Losses, StepCalls
+from ddpdebug.probes.nonfinite_notes import Judgement
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.training_events import Event, StepPassed, Woken
 from ddpdebug.probes.training_loop.training_loop import RecipeNotes
@@ -73,6 +77,7 @@ def job() -> Iterator[Job]:
         lambda optimizer, step: step % (2 * EVERY) == 0,
         watched=lambda optimizer, step: step % EVERY == 0 or step < 3,
         passed=lambda optimizer, step: passed.append((optimizer, step)),
+        vote=NumericGuard("report", 3, lambda *_, **__: None, lambda *_: None),
     )
     probes.patches.install()
     yield Job(probes, rows, passed)
@@ -272,3 +277,65 @@ def test_a_step_that_has_raised_is_not_waited_for(job: Job) -> None:
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.01)
     job.run(10)
     assert job.steps[-1] in {10, 15}
+
+
+NAN = torch.full((2, 4), math.nan)
+
+
+@pytest.mark.parametrize("bad", [17, 19])
+def test_what_the_last_steps_leave_non_finite_has_a_row_at_the_end(job: Job, bad: int) -> None:
+    """One, of the last step, with the names of the parameters and the first step that was not watched."""
+    job.run(bad)
+    job.step(NAN)
+    job.run(19 - bad)
+    job.probes.end_numbers.look()
+    job.probes.end_numbers.look()
+    assert job.steps[-2:] == [15, 19]
+    record = job.rows[-1]
+    assert record.flags == Flag.ALONE | Flag.PARAMS_NONFINITE
+    found = record.parts[Judgement].detail.parameters
+    assert found is not None
+    assert found.unwatched_since == 16
+    assert found.before == ("0.weight", "2.weight")
+
+
+def test_an_optimizer_that_is_gone_at_the_end_was_looked_at(job: Job) -> None:
+    """As it went."""
+    job.run(17)
+    job.step(NAN)
+    del job.optimizer
+    gc.collect()
+    job.probes.end_numbers.look()
+    assert [(record.step, bool(record.flags & Flag.PARAMS_NONFINITE)) for record in job.rows[-1:]] == [(17, True)]
+
+
+@pytest.mark.parametrize("steps", [16, 19])
+def test_finite_parameters_have_no_row_at_the_end(job: Job, steps: int) -> None:
+    """Whether the last step was watched or not."""
+    job.run(steps)
+    job.probes.end_numbers.look()
+    assert job.steps == [0, 1, 2, 5, 10, 15]
+
+
+def test_what_was_found_before_is_not_found_again_at_the_end(job: Job) -> None:
+    """By a step that was watched."""
+    job.run(15)
+    job.step(NAN)
+    job.run(7)
+    before = job.steps
+    job.probes.end_numbers.look()
+    assert job.steps == before
+
+
+def test_what_has_failed_is_not_read_at_the_end(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that numbers were still on: those of an optimizer that ended before it."""
+    read: list[int] = []
+    later = SimpleNamespace(numbers=lambda numbers: lambda: read.append(len(numbers)) or [math.nan] * len(numbers))
+    monkeypatch.setattr(end_numbers, "device", later)
+    job.run(17)
+    del job.optimizer
+    gc.collect()
+    monkeypatch.setattr(end_numbers, "failure", SimpleNamespace(failed=True))
+    job.probes.end_numbers.look()
+    assert read == []
+    assert job.steps == [0, 1, 2, 5, 10, 15]

@@ -13,6 +13,7 @@ from ddpdebug.schema.row import Flag
 
 _MADE = {"before": [], "after": ["head.weight"], "state": [["head.weight", "exp_avg_sq"]], "phase": "optimizer"}
 _FOUND = {"before": ["embedding.weight"], "after": [], "state": [], "phase": "outside-optimizer"}
+_LEFT = {0: seen(parameters={"before": ["head.weight"], "after": [], "state": [], "unwatched_since": 71})}
 _AFTER = {rank: seen(parameters=_MADE) for rank in range(4)}
 _BEFORE: dict[int, Any] = {2: {"flags": Flag.PARAMS_NONFINITE | Flag.LOSS_NONFINITE}}
 
@@ -60,6 +61,7 @@ class NonfiniteParameter(NonfiniteRule):
         lambda: step_at(7, flags=Flag.STEP_NONFINITE, numerics=_AFTER),
         lambda: step_at(7, odd=_BEFORE, numerics={2: seen(parameters=_FOUND)}),
         lambda: step_at(7, flags=Flag.PARAMS_NONFINITE),
+        lambda: step_at(90, flags=Flag.PARAMS_NONFINITE | Flag.ALONE, numerics=_LEFT),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -98,7 +100,11 @@ class NonfiniteParameter(NonfiniteRule):
         names = tuple(dict.fromkeys(name for own in found for name in (own.before if before else own.after)))
         evidence: dict[str, Any] = {"parameters": len(names)}
         if before:
+            unwatched = next((own.unwatched_since for own in found if own.unwatched_since is not None), None)
             evidence |= {"observed": "non-finite before this step's forward", "seen_at": step.step}
+            if unwatched is not None:
+                unseen = f"made in steps {unwatched} to {step.step}, which were not watched"
+                evidence |= {"observed": f"non-finite as the run ended, {unseen}"}
         else:
             state = list(dict.fromkeys(f"{name}: {key}" for own in found for name, key in own.state))
             evidence |= {"state": state[:MAX_NAMES], "lr": step.row_of(ranks[0]).lr}
