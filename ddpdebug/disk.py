@@ -11,10 +11,12 @@ and nothing is made below a run directory that is not the one that was begun.
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import resource
 import secrets
+import socket
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -247,6 +249,25 @@ def _require_regular(descriptor: int, path: Path) -> None:
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+#: Descriptors that stay open have numbers from here on, so that the script's are the lowest, as without us.
+_FIRST = 512
+
+
+def moved_up(descriptor: int) -> int:
+    """Return a descriptor under a higher number; the old one is closed. Where the limit is too low it stays there."""
+    try:
+        higher = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+    except OSError:
+        return descriptor
+    os.close(descriptor)
+    return higher
+
+
+def socket_up(given: socket.socket) -> socket.socket:
+    """Return a socket likewise."""
+    return socket.socket(fileno=moved_up(given.detach()))
 
 
 class Kept:

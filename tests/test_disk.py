@@ -372,3 +372,26 @@ def test_nothing_is_written_where_the_run_directory_was(tmp_path: Path) -> None:
         assert not home.exists() or not list(home.iterdir())
         home.mkdir(exist_ok=True)
     disk.write(tmp_path / "elsewhere", b"fine")
+
+
+def test_what_stays_open_leaves_the_lowest_numbers_to_the_script(tmp_path: Path) -> None:
+    """It leads to the same file, and no child inherits it."""
+    low = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    high = module.moved_up(low)
+    again = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        assert again == low
+        assert high >= module._FIRST
+        assert os.fstat(high).st_ino == os.fstat(again).st_ino
+        assert not os.get_inheritable(high)
+    finally:
+        os.close(high)
+        os.close(again)
+
+
+def test_under_a_low_limit_it_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And open."""
+    monkeypatch.setattr(module, "_FIRST", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    assert module.moved_up(descriptor) == descriptor
+    os.close(descriptor)

@@ -21,7 +21,7 @@ from pathlib import Path
 from shlex import quote
 
 from ddpdebug.clock import time
-from ddpdebug.disk import Disk, Kept
+from ddpdebug.disk import Disk, Kept, moved_up
 from ddpdebug.errors import UsageError
 from ddpdebug.grafana.client import Grafana, GrafanaError
 from ddpdebug.isolation.background import Thread
@@ -81,7 +81,7 @@ class Sent:
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._owner = os.getpid()
-        self._file = Kept(disk.descriptor(path, os.O_WRONLY | os.O_APPEND))
+        self._file = Kept(moved_up(disk.descriptor(path, os.O_WRONLY | os.O_APPEND)))
         try:
             fcntl.lockf(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

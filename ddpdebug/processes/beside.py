@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.disk import Kept
+from ddpdebug.disk import Kept, socket_up
 from ddpdebug.processes import detached
 
 #: Begins a message: its length.
@@ -29,10 +29,11 @@ class Channel:
     """One end of a connection; for one thread at a time."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._owner, self._socket, self._kept = os.getpid(), end, Kept(end.fileno())
+        self._owner, self._socket = os.getpid(), socket_up(end)
+        self._kept = Kept(self._socket.fileno())
         self._out, self._in = bytearray(), bytearray()
         self.gone = False  # the other side has, or this one was closed
-        end.setblocking(False)
+        self._socket.setblocking(False)
 
     def send(self, message: bytes) -> None:
         """Send a message, the part that does not go now with the next call.

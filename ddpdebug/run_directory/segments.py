@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpdebug.disk import Disk, Kept, write_all
+from ddpdebug.disk import Disk, Kept, moved_up, write_all
 
 #: So many files are kept, each as large as its share of the cap.
 _FILES = 8
@@ -92,7 +92,7 @@ class Segments:
         path = segment_path(self._first, self._number + 1)
         header = self._header()
         self._disk.write(path, header)
-        file = Kept(self._disk.descriptor(path, os.O_WRONLY | os.O_APPEND))
+        file = Kept(moved_up(self._disk.descriptor(path, os.O_WRONLY | os.O_APPEND)))
         self._number, self._file, self._size = self._number + 1, file, len(header)
         dropped = self._number - _FILES + 1
         if dropped > 0:
