@@ -40,7 +40,7 @@ FAULTS = (
         "rcp802_softmax_in",
         "rcp804_eval",
         "rcp808_zero_grad_missing",
-        "rcp813_clip",
+        "rcp813_clip_before",
         "rcp819_hand_written_huber",
         "rcp820_noise",
     ),

@@ -91,15 +91,19 @@ class Served:
     def __init__(self, host: Host, settings: Mapping[str, Any]) -> None:
         self._host, self._settings, self._starts = host, dict(settings), 1
         self._first = b""
-        #: The run directory, from which a process that follows another goes on; takes what goes wrong.
+        #: The run directory, from which a process that follows another goes on.
         self.log: Path | None = None
-        self.tell: Callable[[Trouble], object] = lambda _: None
+        self._tell: Callable[[Trouble], object] = lambda _: None
         self.url: str | None = None
         self._rank, self._leads = -1, None  # this one, and the one whose steps are those of all
         self._door, self._died = b"", 0.0
         self._channel = host.records()
         with suppress(GoneError):
             self._send(serve=self._settings)
+
+    def report(self, tell: Callable[[Trouble], object]) -> None:
+        """Have what goes wrong reported."""
+        self._tell = tell
 
     def open(self) -> str | None:
         """Return the address; None where nothing is served there."""
@@ -151,7 +155,7 @@ class Served:
             if "leads" in (said := json.loads(message)):
                 self._leads = said["leads"]
             elif "trouble" in said:
-                self.tell(Trouble(part=said["trouble"][0], message=said["trouble"][1]))
+                self._tell(Trouble(part=said["trouble"][0], message=said["trouble"][1]))
 
     def _again(self, record: Record, message: bytes) -> None:
         """Have another process go on, at the same address."""

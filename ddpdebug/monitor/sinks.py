@@ -118,7 +118,8 @@ def serves(config: Config, rank: int) -> bool:
 
 def _beside(served: Served, home: Path, tell: Callable[[Trouble], object]) -> tuple[str | None, list[Sink]]:
     """Return the address at which a process beside this rank serves, and the sink that passes records on."""
-    served.log, served.tell = home, tell
+    served.log = home
+    served.report(tell)
     url = served.open()
     return url, [] if url is None else [served]
 

@@ -79,7 +79,8 @@ def own_part(tensor: Any) -> torch.Tensor:
 
 def held_here(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, of a DTensor the elements that this rank holds."""
-    return own_part(tensor) if is_distributed(tensor) else tensor
+    known = is_distributed(tensor) and hasattr(tensor, "__tensor_flatten__")  # others have classes of that name too
+    return own_part(tensor) if known else tensor
 
 
 def is_laid_like(tensor: Any, other: Any) -> bool:

@@ -27,6 +27,7 @@ import ddpdebug
 from ddpdebug.companion.owner import Owner
 from ddpdebug.config.settings import Config
 from ddpdebug.monitor.served import Host, Served, settings_of
+from ddpdebug.processes.beside import knock
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
@@ -395,6 +396,13 @@ def _served(**options: Any) -> Served:
     return Served(Host(), settings_of(Config(**options), 0, frozenset(), contained=False))
 
 
+def _opens(door: str) -> bool:
+    with suppress(OSError):
+        knock(door, 0.0).close()
+        return True
+    return False
+
+
 @pytest.mark.smoke
 def test_the_ranks_of_a_node_have_one_process(tmp_path: Path) -> None:
     """Each its own address; the first sends the steps of all, and a rank that goes on without it its own."""
@@ -422,6 +430,7 @@ def test_the_ranks_of_a_node_have_one_process(tmp_path: Path) -> None:
         served[rank].log = tmp_path
         if rank == 0:
             served[0].let_in(str(hosts[1].joins), 0)
+            assert until(lambda: _opens(str(hosts[1].joins)))
     for rank in range(2):
         url = served[rank].url
         record = RunStarted(run_id="r", rank=rank, world=2, directory=tmp_path, config={}, versions={}, metrics_url=url)

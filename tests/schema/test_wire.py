@@ -230,6 +230,7 @@ def test_evidence_may_hold_them() -> None:
             "length": 3,
             "left": 0.0,
             "passes": 0,
+            "world": None,
             "begins_again": False,
             "location": None,
         },

@@ -122,7 +122,7 @@ class Resume:
 
     def _follow(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], *, empty: bool) -> None:
         """Compare an optimizer with those before it that had the same parameters."""
-        name, key = type(optimizer).__name__, hash(tuple(map(id, params)))
+        name, key = type(optimizer).__name__, hash(tuple([id(param) for param in params]))
         before, loads, self._loads = self._trained.get(key), self._loads, 0
         begun = 0
         if before is not None and before.class_name == name and before.first.is_of(params[0]):
