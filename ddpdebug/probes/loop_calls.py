@@ -125,6 +125,7 @@ class StepCalls(Part, key="probe:clip"):
     clippings: list[Clipping] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     gathered: list[announcements.Gathered] = field(default_factory=list)
+    early: bool = False  # one came before the last backward: what it has scaled is not what the step uses
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
         """Return the newest clipping; sharded gradients are reduced within backward."""
@@ -155,8 +156,8 @@ class StepCalls(Part, key="probe:clip"):
         return set().union(*given) if len(given) == len(self.clippings) else None
 
     def goes_by_one(self) -> bool:
-        """Tell whether all clippings went by one norm and one limit: groups of parameters are clipped one by one."""
-        return len({(clip.norm(), clip.limit) for clip in self.clippings}) == 1
+        """Whether all clippings were of the step's gradients, by one norm and limit: groups are clipped one by one."""
+        return not self.early and len({(clip.norm(), clip.limit) for clip in self.clippings}) == 1
 
     def let_go(self) -> None:
         """Keep numbers."""
@@ -178,6 +179,7 @@ class LoopCalls:
         self._gathers = 0
         self._lists: list[tuple[list[Any], announcements.Gathered]] = []
         bus.on("probe:clip", Clipped, self.clipped)
+        bus.on("probe:clip", BackwardBegan, self._adds_gradients)
         bus.on("probe:scaler", LossScaled, self._scaled)
         bus.on("probe:load", Loaded, self._loaded)
         bus.on("probe:gather", Gathered, self._gathered)
@@ -197,6 +199,11 @@ class LoopCalls:
         state.since.parts[StepCalls].clippings.append(
             Clipping(read, event.limit, local, event.location, given, event.norm_type)
         )
+
+    def _adds_gradients(self, _: BackwardBegan) -> None:
+        calls = self._state.since.parts.get(StepCalls)
+        if calls is not None and calls.clippings:
+            calls.early = True
 
     def observed(self, name: str, loss: Any) -> None:
         """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""

@@ -136,6 +136,20 @@ def test_a_load_is_in_the_next_row(job: Job) -> None:
     assert row.since.parts[StepCalls].loads
 
 
+def test_a_clipping_before_the_last_backward_is_not_of_what_the_step_uses(job: Job) -> None:
+    """Its norm is that of other gradients."""
+
+    def step(late: bool) -> bool:
+        if late:
+            nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+        job.model(torch.ones(2, 4)).mean().backward()
+        nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+        job.optimizer.step()
+        return job.rows[-1].since.parts[StepCalls].goes_by_one()
+
+    assert [step(late=False), step(late=True), step(late=False)] == [True, False, True]
+
+
 def test_an_exception_wakes(job: Job) -> None:
     """The step in which the script goes on has no row, and counts once."""
     job.run(7)

@@ -13,7 +13,7 @@ from ddpdebug.schema.row import Flag
 _IDLE: Fields = {
     "severity": Severity.WARNING,
     "title": "gradients are clipped when no step uses them",
-    "phase": "idle",
+    "phase": "after the step",
     "causes": (
         "clipping stands after `optimizer.step()`, or before `backward()`: the step sees gradients as they came",
         "a loop was reordered, and the call stayed behind",
