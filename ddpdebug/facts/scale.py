@@ -130,9 +130,11 @@ def _multiple(step: Step) -> float:
         local = [row.local_sums[slot] for row in step.rows.values()]
         norms = [row.local_norms[slot] for row in step.rows.values()]
         if all(map(math.isfinite, (*local, *norms))):
-            mean = math.fsum(local) / len(local)
+            shares = step.all(Flag.SHARDED)  # each rank has a piece of the mean, and of what it put in its share
+            mean = math.fsum(local) / (1 if shares else len(local))
+            reduced = [row.reduced_sums[slot] for row in step.rows.values()]
             if abs(mean) > 0.01 * math.hypot(*norms):
-                ratios.append(lowest(step).reduced_sums[slot] / mean)
+                ratios.append((math.fsum(reduced) if shares else lowest(step).reduced_sums[slot]) / mean)
     found = middle(ratios)
     return math.nan if found is None else found
 

@@ -21,6 +21,7 @@ from ddpdebug.probes.optimizers import GroupSettings
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Forwards
 from ddpdebug.probes.replicas import Copies
+from ddpdebug.probes.shard_reductions import ShardSums
 from ddpdebug.probes.step_digests import FrozenDigests, GradientDigests, ParameterDigests, StateDigests
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_loop.training_loop import RecipeNotes
@@ -39,6 +40,7 @@ from ddpdebug.schema.details import (
     Recipe,
     Replicas,
     hex_digest,
+    whole_name,
 )
 
 _MAX_NAMES = 20_000
@@ -115,6 +117,8 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
     gradients = record.parts[GradientDigests]
     table = gradients.table()
     local_sums, local_norms, reduced_sums, reduced_norms = gradients.checksums()
+    shards = record.since.parts.get(ShardSums)
+    pieces = {} if shards is None else shards.table(record)
     return Gradients(
         digests=_hex(_split(table, record, owned=True)),
         foreign=_hex(_split(table, record, owned=False)),
@@ -124,6 +128,8 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
         reduced_sums=reduced_sums,
         reduced_norms=reduced_norms,
         step_norms=gradients.norms(),
+        put_in={whole_name(name): (own.norm, *own.sums) for name, (own, _, _) in pieces.items()},
+        got={whole_name(name): (place, total) for name, (_, place, total) in pieces.items()},
     )
 
 

@@ -56,7 +56,7 @@ def note_local(since: SinceLastStep, wrapper: Wrapper, key: int, grad: torch.Ten
         return None
     own = grad.detach() if grad.requires_grad else grad
     norm = _norm(own)
-    since.parts[GradientSums].local[key] = (_sum(own) if wrapper.sums(key, since.number) else None, norm)
+    since.parts[GradientSums].local[key] = (sum_of(own) if wrapper.sums(key, since.number) else None, norm)
     return norm
 
 
@@ -79,7 +79,7 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
         noted = since.parts[GradientSums].reduced
         for (number, grad), digest, norm in zip(rows, digests, norms, strict=True):
             glance = digest if not digest or grad.nbytes <= fingerprint.GLANCE_BYTES else fingerprint.glance(grad)
-            total = _sum(grad) if wrapper.sums(number, step) else None
+            total = sum_of(grad) if wrapper.sums(number, step) else None
             key = (id(grad), grad.data_ptr(), internals.version_of(grad), glance)
             noted[number] = Reduced(total, norm, digest, key)
 
@@ -186,5 +186,6 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _sum(grad: torch.Tensor) -> torch.Tensor:
+def sum_of(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the elements of a gradient, in 32 bits or more."""
     return internals.unlisted(grad.sum() if grad.dtype in _EXACT else grad.sum(dtype=torch.float32))

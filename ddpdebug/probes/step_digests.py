@@ -87,7 +87,7 @@ class GradientDigests(Part, key="probe:step-gradients"):
             fields["presence_digest"] = fingerprint.of_text(",".join(self.missing) or "all")
         local_sums, local_norms, reduced_sums, reduced_norms = self.checksums()
         slot_of = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
-        for slot in range(CHECKSUM_SLOTS):
+        for slot in range(CHECKSUM_SLOTS) if record.sharding is None else ():
             members = [name for name in local_norms if slot_of[name] == slot]
             fields[f"local_norm_{slot}"] = math.hypot(*(local_norms[n] for n in members)) if members else 0.0
             # Comparable only when both sides saw the same parameters: one that only other ranks used (a routed expert)

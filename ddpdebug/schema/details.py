@@ -68,6 +68,9 @@ class Gradients(Detail):
     reduced_sums: Mapping[str, float] = field(default_factory=dict)  # the same after it
     reduced_norms: Mapping[str, float] = field(default_factory=dict)
     step_norms: Mapping[str, float] = field(default_factory=dict)  # as the optimizer finds them
+    # where FSDP2 reduces: sums of what this rank put in, divided, by the piece that they go to, after their norm
+    put_in: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    got: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # the piece it got, -1 for unknown, and its sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,9 @@ from ddpdebug.torch_internals.collectives import (
 from ddpdebug.torch_internals.dtensors import (
     Layout as Layout,
     Place as Place,
+    Reduction as Reduction,
     any_distributed as any_distributed,
+    fsdp_reductions as fsdp_reductions,
     has_stages as has_stages,
     held_here as held_here,
     is_distributed as is_distributed,
@@ -46,6 +48,7 @@ from ddpdebug.torch_internals.dtensors import (
     layout_of as layout_of,
     own_part as own_part,
     ranks_of_averages as ranks_of_averages,
+    reduction_of as reduction_of,
 )
 from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,
@@ -618,10 +621,13 @@ def is_leaf(module: torch.nn.Module) -> bool:
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return how often a tensor was written in place, None when it does not count (inference mode).
 
-    Of a DTensor the part that this rank holds counts: FSDP2 adds gradients to that.
+    Of a DTensor the part that this rank holds counts as well: FSDP2 adds gradients to that, the script writes to the
+    whole.
     """
     part = held_here(tensor)
-    return None if part.is_inference() else int(names.version(part))
+    if part.is_inference():
+        return None
+    return int(names.version(part)) + (0 if part is tensor else int(names.version(tensor)))
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

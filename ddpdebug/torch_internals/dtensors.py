@@ -5,16 +5,18 @@ Its properties alone: `to_local` would make an edge of the graph, or a view, whi
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddpdebug.torch_internals.names import FSDP_GROUP, FSDP_STATE, inherits
+from ddpdebug.torch_internals.names import FSDP_COLLECTIVES, FSDP_GROUP, FSDP_REDUCE, FSDP_STATE, inherits
 from ddpdebug.torch_internals.trees import modules
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -104,6 +106,49 @@ def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[int, ...]:
             if group is not None:  # the part has no parameters of its own
                 meshes[tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))] += 1
     return max(meshes, key=lambda ranks: (meshes[ranks], len(ranks)), default=())
+
+
+class Reduction(NamedTuple):
+    """The gradients of one part that FSDP2 wraps, as it begins to reduce them over `ranks` ranks."""
+
+    parameters: Sequence[Any]  # the sharded ones
+    gradients: Sequence[torch.Tensor]  # this rank's, whole
+    rows: Sequence[int]  # of each gradient how many of its first dimension go to each rank; 0: they are cut otherwise
+    pieces: int  # ranks that get a piece each
+    place: int  # of this rank among them
+    ranks: int
+    divisor: float  # of their sum
+    is_half: bool  # on the way gradients have 16 bits
+    is_custom: bool  # what communicates is not torch's own
+
+
+def fsdp_reductions() -> tuple[ModuleType, str] | None:
+    """Return where the function is by which FSDP2 reduces gradients; None where nothing has loaded it."""
+    home = sys.modules.get(FSDP_COLLECTIVES)
+    return None if home is None or not hasattr(home, FSDP_REDUCE) else (home, FSDP_REDUCE)
+
+
+def reduction_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reduction | None:
+    """Read what that function is called with; None where the ranks' gradients are not all added up by it."""
+    given = inspect.signature(getattr(sys.modules[FSDP_COLLECTIVES], FSDP_REDUCE)).bind(*args, **kwargs).arguments
+    scatter, gather, grads = given["reduce_scatter_group"], given["all_reduce_group"], [*given["unsharded_grads"]]
+    if not grads or (gather is not None and not (given["all_reduce_grads"] and given["partial_reduce_output"] is None)):
+        return None
+    pieces = 1 if scatter is None else scatter.size()
+    ranks = pieces * (1 if gather is None else gather.size())
+    factor = given["gradient_divide_factor"]
+    by_rows = [parameter.fsdp_placement.dim == 0 for parameter in given["fsdp_params"]]
+    return Reduction(
+        parameters=[parameter.sharded_param for parameter in given["fsdp_params"]],
+        gradients=grads,
+        rows=[-(-g.shape[0] // pieces) if first and g.dim() else 0 for first, g in zip(by_rows, grads, strict=True)],
+        pieces=pieces,
+        place=0 if scatter is None else scatter.rank(),
+        ranks=ranks,
+        divisor=float(ranks if factor is None else factor),
+        is_half=(given["reduce_dtype"] or grads[0].dtype) not in {torch.float32, torch.float64},
+        is_custom=not type(given["reduce_scatter_comm"]).__module__.startswith("torch."),
+    )
 
 
 def has_stages() -> bool:

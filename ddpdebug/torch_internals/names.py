@@ -406,6 +406,17 @@ FSDP_GROUP = key(
     by_doctor=True,
 )
 
+_REDUCTIONS = Feature("how FSDP2 reduces gradients", "sharded gradients are not held against what the ranks put in")
+#: The module whose function reduces the gradients of one of the parts that FSDP2 wraps.
+FSDP_COLLECTIVES = f"{_FSDP}._fully_shard._fsdp_collectives"
+FSDP_REDUCE = key(
+    f"{FSDP_COLLECTIVES}.foreach_reduce",
+    _REDUCTIONS,
+    found=functools.partial(_fsdp_has, FSDP_COLLECTIVES, "foreach_reduce"),
+    applies=dist.is_available,
+    by_doctor=True,
+)
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 _COMPILE = Feature("torch.compile", "compiled models are taken for others")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import hooks
+from ddpdebug.schema.announcements import MeshPlace
 from ddpdebug.schema.details import Contract, Gradients
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
@@ -31,9 +32,13 @@ _U16 = 2.0**-8
 _MAYBE_HALF = Flag.HALF_REDUCTION | Flag.CUSTOM_REDUCTION
 _EXCLUDED = (
     Flag.LOSSY_REDUCTION | Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.IN_JOIN | Flag.UNSYNCED_BACKWARD | Flag.BYPASS
-) | (Flag.NO_DDP | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE | Flag.SHARDED_STATE)
+) | (Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE | Flag.SHARDED_STATE)
 
 _SUMMED: dict[str, Any] = {f"reduced_sum_{slot}": 4 * (0.3 if slot % 2 else -0.2) for slot in range(CHECKSUM_SLOTS)}
+_SHARDS = Flag.SHARDED | Flag.NO_DDP
+_PIECES: dict[str, Any] = {f"reduced_sum_{slot}": 0.25 for slot in range(CHECKSUM_SLOTS)}
+_PUT_IN: dict[str, Any] = {f"local_sum_{slot}": 0.25 for slot in range(CHECKSUM_SLOTS)}
+_LOST: dict[int, Any] = {2: {f"reduced_sum_{slot}": 0.0 for slot in range(CHECKSUM_SLOTS)}}
 _SLIGHTLY: dict[str, Any] = {name: 0.26 * value for name, value in _SUMMED.items()}
 
 
@@ -64,10 +69,12 @@ class NotTheMean(Detector):
     Diagnosis: `ratio` is found over expected, fitted over all parameters: the world size means that a sum was not
     divided, its inverse that it was divided twice, about (W - 1) / W that one rank's share is missing. Linear checksums
     before and after the reduction are compared with a bound for rounding; approximate hooks (PowerSGD, quantisation)
-    are not held to it.
+    are not held to it. Under FSDP2 what all ranks put in is compared with the pieces that they got: the finding names
+    the ranks whose piece is off.
 
     Causes:
-    - a comm hook (`register_comm_hook`) that sums without dividing by the group's size, or divides twice
+    - a comm hook (`register_comm_hook`), or one of FSDP2 (`set_all_reduce_hook`, `set_custom_reduce_scatter`), that
+      sums without dividing by the group's size, or divides twice
     - a hook that reduces over another group than DDP's, or returns before the reduction has finished
     - a second, manual reduction or scaling of gradients inside backward
     - corrupted communication: faulty link, memory or driver, if nobody touches the reduction
@@ -94,9 +101,11 @@ class NotTheMean(Detector):
         lambda: step_at(0, **_SUMMED),
         lambda: step_at(0, flags=Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION, **_SUMMED),
         lambda: (step_at(0, **_SLIGHTLY), step_at(1, **_SLIGHTLY)),
+        lambda: step_at(0, flags=_SHARDS, odd=_LOST, **_PIECES, **_PUT_IN),
     )
     silent_on = Examples(
         lambda: steps(3),
+        lambda: step_at(0, flags=_SHARDS, **_PIECES, **_PUT_IN),
         lambda: (step_at(0, **_SLIGHTLY), step_at(1)),
         lambda: step_at(0, flags=Flag.LOSSY_REDUCTION | Flag.CUSTOM_REDUCTION, **_SUMMED),
         lambda: (
@@ -135,9 +144,10 @@ class NotTheMean(Detector):
     def _report(self, step: Step, checks: Sequence[_Check], off: Sequence[_Check], ratio: float) -> Finding:
         worst = max(off, key=lambda c: c.error() / c.bound(len(step.rows), half=_half(step)))
         own = hooks(step)
-        names = _names(step)
+        names, ranks = _pieces(step) if step.all(Flag.SHARDED) else (_names(step), set[int]())
         return self.finding(
             step,
+            ranks=tuple(sorted(ranks or step.rows)),
             subject=tuple(names[:MAX_NAMES]),
             evidence={
                 "ratio": ratio,
@@ -168,13 +178,16 @@ def _checks(step: Step) -> list[_Check]:
 
 
 def _compute(step: Step) -> list[_Check]:
+    sharded = step.all(Flag.SHARDED)
     if len(step.rows) < 2 or not step.complete or not step.all(Flag.CHECKED) or step.any(_EXCLUDED):
         return []
-    if {"grads_digest", "foreign_grads_digest"} & step.differing:
+    if {"grads_digest", "foreign_grads_digest"} & step.differing or (step.any(Flag.NO_DDP) and not sharded):
         return []
     rows = list(step.rows.values())
-    if _separate_groups(step):
+    if not sharded and _separate_groups(step):
         return []  # each group has a mean of its own; that gradients agree between groups is then a coincidence
+    if sharded and any(len({*shown.values()}) > 1 for shown in step.replicas("grads").values()):
+        return []  # that is the finding
     checks = []
     columns = zip(
         zip(*(row.local_sums for row in rows), strict=True),
@@ -185,7 +198,9 @@ def _compute(step: Step) -> list[_Check]:
     for sums, norms, reduced in columns:
         if not all(map(math.isfinite, norms)):
             return []
-        if any(norms) and all(map(math.isfinite, (*sums, *reduced))):  # of a large model only some slots are summed
+        if any(norms) and sharded and all(map(math.isfinite, (*sums, *reduced))):  # shares of each rank
+            checks.append(_Check(math.fsum(reduced), math.fsum(sums), math.hypot(*norms)))
+        elif any(norms) and all(map(math.isfinite, (*sums, *reduced))):  # of a large model only some slots are summed
             norm = math.sqrt(math.fsum(n * n for n in norms) / len(norms))
             checks.append(_Check(reduced[0], math.fsum(sums) / len(sums), norm))
     return checks
@@ -203,6 +218,28 @@ def _ratio(checks: Sequence[_Check]) -> float:
     """Return found over expected, fitted by least squares; NaN where nothing was expected."""
     weight = math.fsum(check.expected**2 for check in checks)
     return math.fsum(check.found * check.expected for check in checks) / weight if weight > 0 else math.nan
+
+
+def _pieces(step: Step) -> tuple[list[str], set[int]]:
+    """Return the sharded parameters of which a rank got a piece that is off, furthest off first, and these ranks."""
+    told = step.answers(Gradients)
+    places: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
+    worst, ranks = dict[str, float](), set[int]()
+    for rank, own in told.items():
+        averages = places[rank].averages if rank in places else ()
+        others = [told[other] for other in averages or told if other in told]
+        for name, (place, total) in own.got.items():
+            put_in = [other.put_in[name] for other in others if name in other.put_in]
+            if place < 0 or len(put_in) < len(averages or told):
+                continue
+            check = _Check(
+                total, math.fsum(sums[1 + int(place)] for sums in put_in), math.hypot(*[p[0] for p in put_in])
+            )
+            bound = check.bound(len(put_in), half=_half(step))
+            if check.error() > bound:
+                ranks.add(rank)
+                worst[name] = max(worst.get(name, 0.0), check.error() / bound if bound > 0 else math.inf)
+    return sorted(worst, key=lambda name: -worst[name]), ranks
 
 
 def _names(step: Step) -> list[str]:

@@ -82,7 +82,7 @@ class Fed:
 
     def is_zero(self) -> bool:
         """Tell whether the gradients are zero, as far as can be told without waiting for a device."""
-        grads = [grad for p in self.sample() if (grad := p.grad) is not None]
+        grads = [internals.held_here(grad) for p in self.sample() if (grad := p.grad) is not None]
         if any([grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads]):
             return False
         # no `map`: a StopIteration of the user's would be taken for the end of the gradients

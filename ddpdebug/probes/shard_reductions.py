@@ -1,0 +1,167 @@
+"""Gradients before and after FSDP2 reduces them: sums of what each rank put in, by piece, and of the piece it got.
+
+What a rank gets is the sum of the ranks' gradients for its piece, divided: so sums over elements must agree as well, up
+to rounding. That covers whatever lies between: the collectives, or the script's own in their place, divisions, hooks,
+copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.guard import Guard
+from ddpdebug.probes import async_copy as device, gradients
+from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import BackwardEnded, Bus, OptimizerBuilt
+from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
+
+#: Sums of pieces are kept one by one for so many ranks.
+_MOST_PIECES = 64
+_NONE = torch.zeros(())
+
+
+class PutIn(NamedTuple):
+    """What this rank's gradients of one parameter give in a step, divided as what comes of them is."""
+
+    norm: float
+    sums: tuple[float, ...]  # by piece
+
+
+class _Term(NamedTuple):
+    """One gradient of one parameter, before it is reduced."""
+
+    key: int
+    factor: float
+    ranks: int
+    norm: torch.Tensor
+    sums: Sequence[torch.Tensor]
+
+
+@dataclass(slots=True)
+class ShardSums(Part, key="probe:shard-gradients"):
+    """Sums of the gradients of a step, by the id of the sharded parameter, over all of its backwards."""
+
+    terms: list[_Term] = field(default_factory=list)
+    before: dict[int, torch.Tensor] = field(default_factory=dict)  # of pieces that were there: these are added to
+    places: dict[int, int] = field(default_factory=dict)  # which piece this rank gets, -1 where they have one sum
+    after: dict[int, torch.Tensor] = field(default_factory=dict)
+    flags: int = 0
+    is_partial: bool = False  # something was reduced in a way that is not followed
+    read: device.LaterFloats = list
+
+    def table(self, record: StepRecord) -> dict[str, tuple[PutIn, int, float]]:
+        """Return name -> what this rank put in, which piece it gets, and the sum over that, NaN where not known."""
+        numbers = iter(self.read())
+        own: dict[int, PutIn] = {}
+        for term in self.terms:
+            norm = next(numbers) * term.factor * math.sqrt(term.ranks)
+            sums = tuple([next(numbers) * term.factor for _ in term.sums])
+            if (known := own.get(term.key)) is not None:
+                norm, sums = math.hypot(norm, known.norm), tuple(map(math.fsum, zip(sums, known.sums, strict=True)))
+            own[term.key] = PutIn(norm, sums)
+        before = {key: next(numbers) for key in self.before}
+        after = {key: next(numbers) - before.get(key, 0.0) for key in self.after}
+        return {
+            name: (own[key], self.places[key], after.get(key, math.nan))
+            for key, name in zip(record.ids, record.names, strict=True)
+            if key in own
+        }
+
+    def columns(self, record: StepRecord) -> dict[str, Any]:
+        """Return checksums by slot, whose sums over all ranks agree."""
+        if not record.checked or record.sharding is None or not self.terms or self.is_partial:
+            return {"flags": self.flags}
+        holders = dict(zip(record.names, record.sharding.holders, strict=True))
+        slots = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
+        local, norms, reduced = (list[list[float]]([] for _ in range(CHECKSUM_SLOTS)) for _ in range(3))
+        for name, (own, place, got) in self.table(record).items():
+            weights = _weights(len(own.sums))
+            local[slots[name]] += [weight * part for weight, part in zip(weights, own.sums, strict=True)]
+            norms[slots[name]].append(own.norm)
+            reduced[slots[name]].append(weights[place] * got / holders[name] if holders[name] else math.nan)
+        found: dict[str, Any] = {"flags": self.flags}
+        for slot in range(CHECKSUM_SLOTS):
+            found[f"local_norm_{slot}"] = math.hypot(*norms[slot])
+            found[f"local_sum_{slot}"], found[f"reduced_sum_{slot}"] = math.fsum(local[slot]), math.fsum(reduced[slot])
+        return found
+
+    def let_go(self) -> None:
+        """Keep numbers."""
+        numbers = self.read()
+        self.read = lambda: numbers
+        self.terms = [term._replace(norm=_NONE, sums=[_NONE] * len(term.sums)) for term in self.terms]
+        self.before, self.after = dict.fromkeys(self.before, _NONE), dict.fromkeys(self.after, _NONE)
+
+
+class ShardReductions:
+    """Takes the sums, in checked steps."""
+
+    def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
+        self._state, self._entries, self._is_placed = state, entries_of(guard), False
+        self._parameters: dict[int, Any] = {}  # whose gradients the backward that runs has reduced
+        bus.on("probe:shard-gradients", OptimizerBuilt, self._place)
+        bus.on("probe:shard-gradients", BackwardEnded, self._reduced)
+
+    def _place(self, _: OptimizerBuilt) -> None:
+        """Look at how FSDP2 reduces gradients, once something has loaded it."""
+        if not self._is_placed and self._state.world > 1 and (found := internals.fsdp_reductions()) is not None:
+            self._is_placed = True
+            looks = (("probe:shard-gradients", self._reduces),)
+            why = "what each rank puts into the gradients that FSDP2 reduces"
+            self._entries.patch(*found, why, before=looks, who=self._is_wanted, always_ask=True)
+
+    def _is_wanted(self, *_: Any, **__: Any) -> bool:
+        return self._state.checking
+
+    def _reduces(self, *args: Any, **kwargs: Any) -> None:
+        """Sum this rank's gradients, which are about to be reduced."""
+        sums = self._state.since.parts[ShardSums]
+        reduction = internals.reduction_of(args, kwargs)
+        if reduction is None:
+            sums.is_partial = True
+            return
+        sums.flags |= Flag.HALF_REDUCTION if reduction.is_half else 0
+        sums.flags |= Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION if reduction.is_custom else 0
+        with torch.no_grad():
+            for parameter, grad, rows in zip(reduction.parameters, reduction.gradients, reduction.rows, strict=True):
+                key = id(parameter)
+                self._parameters[key] = parameter
+                if key not in sums.places and parameter.grad is not None:
+                    sums.before[key] = gradients.sum_of(internals.held_here(parameter.grad))
+                own = grad.detach() if grad.requires_grad else grad
+                pieces = _pieces(own, rows, reduction.pieces)
+                sums.places[key] = reduction.place if len(pieces) == reduction.pieces else -1
+                sums.terms.append(_Term(key, 1 / reduction.divisor, reduction.ranks, gradients.norm_of(own), pieces))
+
+    def _reduced(self, _: BackwardEnded) -> None:
+        """Sum what has come of them."""
+        if not self._parameters or self._state.in_backward:
+            return
+        sums = self._state.since.parts[ShardSums]
+        with torch.no_grad():
+            for key, parameter in self._parameters.items():
+                if parameter.grad is not None:  # an optimizer inside of backward has used it
+                    sums.after[key] = gradients.sum_of(internals.held_here(parameter.grad))
+        self._parameters.clear()
+        of_terms = [scalar for term in sums.terms for scalar in (term.norm, *term.sums)]
+        sums.read = device.numbers([*of_terms, *sums.before.values(), *sums.after.values()])
+
+
+def _pieces(grad: torch.Tensor, rows: int, number: int) -> list[torch.Tensor]:
+    """Return the sums over the piece of each rank; one sum where there are many ranks, or pieces lie otherwise."""
+    if not rows or not 1 < number <= _MOST_PIECES:
+        return [gradients.sum_of(grad)]
+    return [gradients.sum_of(grad[i * rows : (i + 1) * rows]) for i in range(number)]
+
+
+def _weights(pieces: int) -> list[float]:
+    """Return a weight for each piece, 1 on average: pieces that get to the wrong ranks give another sum."""
+    return [0.5 + (i + 0.5) / pieces for i in range(pieces)]
