@@ -4,7 +4,7 @@
 # expect.codes: SYNC204
 # expect.ranks: 1
 # expect.subject: 2.weight
-# expect.step: 9
+# expect.step: 16
 # plain_pytorch: silent
 """FSDP2 with communication of its own for one layer, whose buffer is reused before it was filled."""
 import os
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 FAULT = os.environ.get("FAULT", "0") == "1"
-FROM = 9
+FROM = 16
 
 
 class Scatter:

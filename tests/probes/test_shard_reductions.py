@@ -74,7 +74,7 @@ def test_what_all_put_in_is_what_all_get(monkeypatch: pytest.MonkeyPatch, how: d
     """Over micro-batches, beside gradients that were there before, divided as the script says."""
     noted = _ranks(monkeypatch, **how)
     local, reduced = _sums(noted)
-    assert reduced == pytest.approx(local, rel=1e-5)
+    assert reduced == pytest.approx(local, rel=1e-4)
     assert all(found[f"local_norm_{slot}"] == 0 for _, found in noted for slot in range(CHECKSUM_SLOTS) if slot != 2)
 
 
