@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, compress, repeat
 from typing import Any
 
 from ddpdebug.clock import time
@@ -27,6 +28,7 @@ _PROGRAM = "import signal, sys\nsignal.alarm(0)\nsys.path.append({root!r})\nfrom
 _WALL = 0x40000000  # waits for children that send no signal, too
 _CLOSE_RANGE, _SET_FLAGS, _LAST = 436, 2, 0xFFFFFFFF  # the call's number, fcntl's F_SETFD, the highest descriptor
 _FAILED = 127
+_GET_CHILD_SUBREAPER = 37
 _call: Callable[[Any], Any] = operator.call  # `map` has no type for it
 
 
@@ -45,13 +47,13 @@ def start(module: str, words: tuple[Any, ...], files: tuple[int, ...]) -> None:
     environ = {name: os.environ[name] for name in (*_VARIABLES, *_PROXIES) if name in os.environ}
     null = os.open(os.devnull, os.O_RDWR)
     try:
-        first = clone()
+        stays = _adopts()
         row = (
-            first,
-            _copied_again(),
+            clone(),
+            _copied_again(stays=stays),
             *_steps(command, environ, null, {number for number in files if number >= 0}).steps,
         )
-        _copy(row)
+        _copy(row, stays=stays)
     except UnconfinedError as error:
         raise OSError(f"the process for it did not start: {error}") from None
     finally:
@@ -83,20 +85,38 @@ def _array(words: list[bytes]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * (len(words) + 1))(*words, None)
 
 
-def _copied_again() -> Callable[[], object]:
+def _adopts() -> bool:
+    """Return whether processes whose parent has ended become children of this one: it is a container's first, say."""
+    found = ctypes.c_int()
+    function("prctl")(_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    return os.getpid() == 1 or bool(found.value)
+
+
+def _copied_again(*, stays: bool) -> Callable[[], object]:
     """Return the call that copies this process, and ends it: the copy goes on, and no code in Python runs here.
 
     It could wait for ever: where another thread wanted the interpreter at the moment of the first copy, whoever runs
     lets go of it, and waits until that thread has taken it, which is not in the copy.
+
+    Args:
+        stays: it ends only after its copy.
     """
-    return partial(any, map(function("_exit"), filter(None, map(_call, (clone(),)))))
+    end = Confinement()
+    if stays:
+        end.add("setsid")
+        end.add("syscall", _CLOSE_RANGE, 0, _LAST, 0)
+        end.add("waitpid", -1, None, _WALL)
+    end.add("_exit", 0)
+    is_first = chain.from_iterable(map(repeat, map(_call, (clone(),))))  # the number of the copy, 0 in that
+    return partial(any, map(_call, compress(end.steps, is_first)))
 
 
-def _copy(row: tuple[Callable[[], object], ...]) -> None:
+def _copy(row: tuple[Callable[[], object], ...], *, stays: bool) -> None:
     """Copy this process twice, the second time from the first copy, which ends.
 
     No code in Python runs in either: their own number, 0, leads on to their steps (`isolation/child.py`). A copy
     that sends no signal as it ends cannot become another program without sending one: that is why there are two.
+    Where the second would become our child by the end of the first, the first stays between the two.
     """
     parent, pid = os.getpid(), -1
     try:
@@ -106,6 +126,8 @@ def _copy(row: tuple[Callable[[], object], ...]) -> None:
             os._exit(0)
     if pid < 0:
         raise UnconfinedError("this process could not be copied")
+    if stays:
+        return
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         try:
