@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
 
 from ddpdebug.commands._rank import AS_CHECK, RUN, Plan, launcher, planned
 from ddpdebug.commands._target import target_command
-from ddpdebug.processes.launch import Request, rank_words, ranks_environment, torchrun_words
+from ddpdebug.processes.launch import Request, rank_words, torchrun_words
 
 _TEXT = """Run a training script with ddpdebug attached; the script needs no change.
 
@@ -23,7 +24,7 @@ def _act(request: Request, *, as_check: bool) -> int | Plan:
     if (error := request.target.syntax_error()) is not None:  # before any rank is started
         print(error, end="", file=sys.stderr)
         return 1
-    return launcher(torchrun_words(request.config.nproc_per_node, rank_words(request)), ranks_environment())
+    return launcher(torchrun_words(request.config.nproc_per_node, rank_words(request)), os.environ)
 
 
 command = target_command("run", _act, _TEXT, click.Option(["--as-check"], is_flag=True, hidden=True))

@@ -25,6 +25,7 @@ def say(*words):
 
 
 say("argv", sys.argv)
+say("variables", *sorted(name for name in os.environ if name.startswith("DDPDEBUG_")))
 try:
     for step in range(steps):
         if step == 3 and rank == 1:
