@@ -25,6 +25,8 @@ _MAX_ESSENCE = 300
 _NOISE = re.compile(
     r"\[(enforce fail at )?[\w./-]+\.(cc|cpp|h|cu):\d+\] ?|This is typically caused by a remote worker.*", re.DOTALL
 )
+#: Classes whose text no code in Python makes.
+_PLAIN: set[type[object]] = {bool, bytes, float, int, str, type(None)}
 _OF_WORKER = "Original Traceback (most recent call last):"
 
 
@@ -75,11 +77,13 @@ class StopRun(BaseException):  # `except Exception` of a script must not catch i
 
 
 def text_of(error: BaseException) -> str:
-    """Return class and text of an error; the class alone where its own methods raise."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - any class of anybody's
-        return type(error).__name__
+    """Return class and text of an error; the class alone where code in Python makes the text.
+
+    It may be the script's: it may raise, print or count, and the interpreter calls it once, for the traceback.
+    """
+    kind = type(error)
+    is_plain = isinstance(error, DdpdebugError) or type(kind.__str__) is type(BaseException.__str__)
+    return f"{kind.__name__}: {error}" if is_plain and not {*map(type, error.args)} - _PLAIN else kind.__name__
 
 
 def essence(text: str) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpdebug.errors import StopRun
+from ddpdebug.errors import StopRun, text_of
 from ddpdebug.printing import say
 from ddpdebug.processes import stacks
 
@@ -134,7 +134,7 @@ class Arrival:
 
 
 def _reason(error: BaseException) -> str:
-    return f"exception: {type(error).__name__}: {error}"
+    return f"exception: {text_of(error)}"
 
 
 def _tell(part: str, message: str) -> None:

@@ -92,14 +92,14 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
         _execute(target)
     except SystemExit as error:
         exit_code = _exit_code(error)
-        reason = "finished" if exit_code == 0 else f"exception: SystemExit: {error.code}"
+        reason = "finished" if exit_code == 0 else f"exception: {_said_by(error)}"
         raise
     except BaseException as error:
         if _is_stop(error):
             reason = "stopped"
         else:
             interrupted = isinstance(error, KeyboardInterrupt)
-            reason = "interrupted" if interrupted else f"exception: {type(error).__name__}: {error}"
+            reason = "interrupted" if interrupted else f"exception: {_said_by(error)}"
             exit_code = 130 if interrupted else 1
             if interrupted and monitor is not None and os.getpid() == process:
                 ending, monitor = monitor, None  # what was found is printed below the traceback
@@ -265,9 +265,18 @@ def _is_stop(error: BaseException) -> bool:
 
 
 def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
+    try:
+        code = error.code
+    except Exception:  # noqa: BLE001 - a property of the script's
+        return 1
+    if code is None:
         return 0
-    return error.code if isinstance(error.code, int) else 1
+    return code if isinstance(code, int) else 1
+
+
+def _said_by(error: BaseException) -> str:
+    errors = sys.modules.get("ddpdebug.errors")
+    return type(error).__name__ if errors is None else str(errors.text_of(error))
 
 
 def _hide_our_frames(error: BaseException, then: Callable[[], None] = lambda: None) -> None:
