@@ -65,7 +65,8 @@ class ShardSums(Part, key="probe:shard-gradients"):
             norm = next(numbers) * term.factor * math.sqrt(term.ranks)
             sums = tuple([next(numbers) * term.factor for _ in term.sums])
             if (known := own.get(term.key)) is not None:
-                norm, sums = math.hypot(norm, known.norm), tuple(map(math.fsum, zip(sums, known.sums, strict=True)))
+                both = zip(sums, known.sums, strict=True)
+                norm, sums = math.hypot(norm, known.norm), tuple([now + before for now, before in both])
             own[term.key] = PutIn(norm, sums)
         before = {key: next(numbers) for key in self.before}
         after = {key: next(numbers) - before.get(key, 0.0) for key in self.after}
