@@ -305,6 +305,20 @@ class InputStatistics(Announcement):
     from_bytes: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationInputs(Announcement):
+    """What that layer was given in the first evaluation forwards of the k-th DDP, beside what it had been given."""
+
+    topic: ClassVar[str] = "evaluated"
+
+    step: int | None = None
+    layer: str  # class
+    mean: float
+    std: float
+    trained_mean: float
+    trained_std: float
+
+
 #: Between the forwards of DDPs and the loads, as a batch is made, in the forwards.
 DrawingPlace = Literal["loop", "loading", "forward"]
 
@@ -1030,6 +1044,7 @@ TOPICS = _by_topic(
         AwaitedLoader,
         Items,
         InputStatistics,
+        EvaluationInputs,
         RandomDraws,
         StreamEnded,
         RepeatedNumbers,

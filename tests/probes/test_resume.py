@@ -196,6 +196,7 @@ def test_a_load_of_what_the_model_has_anyway(keeps: str, told: list[str]) -> Non
         ("set to the model", []),
         ("a reference", []),
         ("a second model", []),
+        ("in the middle of training", []),
     ],
 )
 def test_an_average_that_is_left_out_by_a_load(case: str, told: list[str]) -> None:
@@ -206,6 +207,10 @@ def test_an_average_that_is_left_out_by_a_load(case: str, told: list[str]) -> No
     run.beside = [run.model] if case == "made afterwards" else [run.model, average]
     if case == "loaded before":
         run.load(saved, average)
+    params = [*run.model.parameters(), *(average.parameters() if case == "a second model" else ())]
+    optimizer = torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
+    if case == "in the middle of training":
+        run.train(optimizer)
     run.load(saved)
     if case == "loaded":
         run.load(saved, average)
@@ -214,8 +219,6 @@ def test_an_average_that_is_left_out_by_a_load(case: str, told: list[str]) -> No
             for name, p in average.named_parameters():
                 p.copy_(saved[name])
     run.beside = [run.model, average]
-    params = [*run.model.parameters(), *(average.parameters() if case == "a second model" else ())]
-    optimizer = torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
     for _ in range(6):
         run.train(optimizer, 1)
         with torch.no_grad():

@@ -151,6 +151,8 @@ class Resume:
                 going.append(seen)  # another model's step
                 continue
             steps = 1
+            if not self._after_load and self._schedules.taken_by(optimizer):
+                continue  # a load in the middle of training: weights that were put aside, or an average, for a while
             first = self._filled.get(id(params[0]))
             filled = (first is not None and first.is_of(params[0])) or not held.isdisjoint(map(id, params))
             now = _values(_some(params))

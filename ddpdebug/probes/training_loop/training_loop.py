@@ -62,6 +62,8 @@ from ddpdebug.schema.announcements import (
     Announce,
     Announcement,
     DropoutCall,
+    EvaluationInputs,
+    InputStatistics,
     LossBroadcast,
     LossInput,
     MovedParameters,
@@ -228,6 +230,8 @@ class Recipe:
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
+        self._inputs_told: dict[int, InputStatistics] = {}
+        self._evaluated_inputs: dict[int, Inputs] = {}  # of evaluations, once those of training were told
         self._elements = 0  # of the largest forward for the step before
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
@@ -329,7 +333,7 @@ class Recipe:
         if not internals.in_train_mode(root):
             run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
-            self._begins_without_gradients(root, tensors)
+            self._begins_without_gradients(root, key, tensors)
             return
         self._beside.trains()
         self._end_evaluation(tensors)
@@ -351,7 +355,7 @@ class Recipe:
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
-            inputs = self._inputs[key] = Inputs(lambda fact: self._announce(self._at(fact), key), self._entries)
+            inputs = self._inputs[key] = Inputs(lambda fact: self._tell_inputs(fact, key), self._entries)
         run("probe:inputs", inputs.begin, tensors)
         if key in self._cuts:
             run("probe:cuts", self._cuts[key].begin, list(tensors()))
@@ -359,8 +363,30 @@ class Recipe:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
 
-    def _begins_without_gradients(self, root: torch.nn.Module, tensors: Tensors) -> None:
+    def _tell_inputs(self, fact: InputStatistics, key: int) -> None:
+        self._inputs_told[key] = fact
+        self._announce(self._at(fact), key)
+
+    def _tell_evaluated(self, fact: InputStatistics, key: int) -> None:
+        trained = self._inputs_told[key]
+        if trained.layer == fact.layer:
+            told = EvaluationInputs(
+                layer=fact.layer,
+                mean=fact.mean,
+                std=fact.std,
+                trained_mean=trained.mean,
+                trained_std=trained.std,
+            )
+            self._announce(self._at(told), key)
+
+    def _begins_without_gradients(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         seen = self._evaluation
+        if key in self._inputs_told and not internals.in_train_mode(root):
+            inputs = self._evaluated_inputs.get(key)
+            if inputs is None:
+                inputs = Inputs(lambda fact: self._tell_evaluated(fact, key), self._entries)
+                self._evaluated_inputs[key] = inputs
+            self._run("probe:inputs", inputs.begin, tensors)
         if not self._run("probe:modes", self._modes.evaluates_in_train, root):
             seen.forwards = seen.elsewhere = 0
             self._rollouts.forget()
@@ -386,8 +412,9 @@ class Recipe:
         run = self._run
         if draws := run("probe:chance", self._chance.end, root):
             self.tell(replace(draws, reconstructs=self._reconstructs))
-        if key in self._inputs:
-            run("probe:inputs", self._inputs[key].end)
+        for looks in (self._inputs, self._evaluated_inputs):
+            if key in looks:
+                run("probe:inputs", looks[key].end)
         if key in self._no_grad:
             self._no_grad[key].release()
         if key in self._cuts and torch.is_grad_enabled():
@@ -431,7 +458,7 @@ class Recipe:
     def abort(self) -> None:
         """Take the hooks of a forward away that is over."""
         self._chance.release()
-        for inputs in self._inputs.values():
+        for inputs in [*self._inputs.values(), *self._evaluated_inputs.values()]:
             inputs.release()
         for cuts in self._cuts.values():
             cuts.release()
