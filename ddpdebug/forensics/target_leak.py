@@ -51,7 +51,7 @@ class Relation:
 
 def relation(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> Relation | None:
     """Return how a loss's targets follow from the only inputs that have to do with them; waits for a device."""
-    found = [r for text in texts(capture, target) if (r := _relation(text, target, ignored)) is not None]
+    found = [r for text in _inputs(capture, target) if (r := _relation(text, target, ignored)) is not None]
     moved = [known for known in found if known.moved]  # an argument that is the target itself is the labels
     chosen = moved or found
     # the target text is also an encoder's input, which is legitimate (sequence to sequence)
@@ -66,6 +66,11 @@ def texts(capture: ForwardCapture, target: torch.Tensor) -> list[torch.Tensor]:
     return [v for v in arguments if _is_text(v) and target.numel() in {v.numel(), v.numel() - v.shape[0]}]
 
 
+def _inputs(capture: ForwardCapture, target: torch.Tensor) -> list[torch.Tensor]:
+    """Return those of them that are no labels, which leave places out by a number below 0; waits for a device."""
+    return [v for v in texts(capture, target) if v.device == target.device and not bool((v < 0).any())]
+
+
 def _is_text(value: torch.Tensor) -> bool:
     whole = value.dtype in {torch.int64, torch.int32, torch.int16} and internals.is_plain(value)
     return whole and value.dim() == 2 and value.shape[1] > 2 and 0 < value.numel() <= _MAX_TOKENS
@@ -73,8 +78,6 @@ def _is_text(value: torch.Tensor) -> bool:
 
 def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relation | None:
     batch, length = tokens.shape
-    if target.device != tokens.device:
-        return None
     table = target.detach().reshape(batch, -1)
     for moved in (True, False):
         if not moved and table.shape[1] != length:
@@ -92,6 +95,17 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
         position = places[-1] + 1 if moved else places[len(places) // 2]
         return Relation(tokens=tokens, moved=moved, sample=sample, position=position)
     return None
+
+
+def is_moved_twice(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> bool:
+    """Tell whether the targets are tokens of a forward moved by two positions; waits for a device."""
+    for tokens in _inputs(capture, target):
+        wanted = target.detach().reshape(len(tokens), -1)[:, : tokens.shape[1] - 2]
+        inputs = tokens[:, 2 : 2 + wanted.shape[1]]
+        counted = wanted != ignored
+        if int(counted.sum()) >= _LEAST and not bool((counted & (wanted != inputs)).any()):
+            return len(inputs[counted].unique()) >= _KINDS
+    return False
 
 
 @dataclass(slots=True)
@@ -273,9 +287,13 @@ class Leaks:
             return
         known = relation(capture, target, ignored)
         if early:
-            level.unmoved = 0 if known is None or known.moved else level.unmoved + 1
+            twice = known is None and is_moved_twice(capture, target, ignored)
+            level.unmoved = level.unmoved + 1 if twice or not (known is None or known.moved) else 0
             if level.unmoved < _EARLY_LOOKS:
                 return
+            if twice:
+                step, length = capture.step, target.numel() // len(texts(capture, target)[0])
+                self._announce(TokenChange(step=step, targets="twice", length=length, location=user_location()))
         level.over = True
         if known is not None:
             self._case = capture, known, level.first, level.last if low is None else low

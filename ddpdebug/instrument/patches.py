@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class Patches:
         self._entries, self._followed = entries_of(guard), Followed(state, guard)
         self._numerics, self._evaluations, self._functions = numerics, evaluations, functions
         self._steps = self._steps_before = 0  # optimizer steps that began; before the scaler's step
+        self._used_up = False  # the generator that is given to a clipping has nothing more to give
         bus.on("probe:optimizer", events.ParametersUnwrapped, self._adopt)
 
     def install(self) -> None:
@@ -127,7 +129,8 @@ class Patches:
             ("clip_grads_with_norm_", events.Clipped, self._clipped_by),
             ("clip_grad_value_", events.ValuesClipped, self._values_clipped),
         ):
-            patch(torch.nn.utils, name, "clipping", after=[_emits(event, emit)], who=here, passes=leave)
+            begins = [("probe:clip", self._clips)]
+            patch(torch.nn.utils, name, "clipping", before=begins, after=[_emits(event, emit)], who=here, passes=leave)
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             patch(
                 owner,
@@ -332,10 +335,10 @@ class Patches:
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._bus.emit(events.StepEnded(optimizer))
 
-    def _scaler_steps(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def _scaler_steps(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._steps_before = self._steps + self._unwatched.begun
         if scaler.is_enabled():
-            self._bus.emit(events.ScalerSteps())
+            self._bus.emit(events.ScalerSteps(scaler, optimizer))
 
     def _scaler_stepped(self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any) -> None:
         if self._steps + self._unwatched.begun == self._steps_before and scaler.is_enabled():
@@ -351,17 +354,24 @@ class Patches:
     def _unscaled(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Unscaled())
 
+    def _clips(self, parameters: Any = None, *_: Any, **__: Any) -> None:
+        if type(parameters) is GeneratorType:  # torch makes a list of it for the functions inside
+            self._used_up = parameters.gi_frame is None
+
     def _clipped(
         self, norm: Any, parameters: Any = None, max_norm: Any = None, norm_type: Any = 2.0, *_: Any, **__: Any
     ) -> None:
         given = _given(parameters)
-        self._bus.emit(events.Clipped(norm, float(max_norm), user_location(), given, float(norm_type)))
+        nothing = self._used_up if type(parameters) is GeneratorType else _lacks_gradients(given)
+        self._bus.emit(events.Clipped(norm, float(max_norm), user_location(), given, float(norm_type), nothing))
 
     def _clipped_by(
         self, _: Any, parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *__: Any, **___: Any
     ) -> None:
         if is_a(total_norm, torch.Tensor):
-            self._bus.emit(events.Clipped(total_norm, float(max_norm), user_location(), _given(parameters)))
+            given = _given(parameters)
+            nothing = _lacks_gradients(given)
+            self._bus.emit(events.Clipped(total_norm, float(max_norm), user_location(), given, nothing=nothing))
 
     def _values_clipped(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.ValuesClipped(user_location()))
@@ -413,14 +423,22 @@ class Patches:
     def _pauses(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Paused())
 
-    def _loaded(self, result: Any, loaded: Any, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.Loaded(type(loaded).__name__, user_location(), loaded, result))
+    def _loaded(  # the arguments of a model's, of which an optimizer's has the first
+        self, result: Any, loaded: Any, state_dict: Any = None, strict: Any = None, assign: Any = None, *_: Any
+    ) -> None:
+        del strict
+        given = None if assign else state_dict
+        self._bus.emit(events.Loaded(type(loaded).__name__, user_location(), loaded, result, given))
 
     def _averages(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.Averaged())
 
     def _group_ends(self, group: Any = None) -> None:
         self._bus.emit(events.GroupEnds(last=group is None or group is dist.group.WORLD))
+
+
+def _lacks_gradients(given: Sequence[torch.Tensor] | None) -> bool:
+    return given is not None and all([p.grad is None for p in given])
 
 
 def _given(parameters: Any) -> Sequence[torch.Tensor] | None:

@@ -316,6 +316,7 @@ class Clipped(Event):
     Args:
         given: the parameters, None where they came from a generator, which is used up.
         norm_type: 2 for the euclidean norm.
+        nothing: there was no gradient among what it was given.
     """
 
     norm: torch.Tensor
@@ -323,6 +324,7 @@ class Clipped(Event):
     location: str | None
     given: Sequence[torch.Tensor] | None = None
     norm_type: float = 2.0
+    nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +337,9 @@ class ValuesClipped(Event):
 @dataclass(frozen=True, slots=True)
 class ScalerSteps(Event):
     """`GradScaler.step` is called, and unscales what was not unscaled before."""
+
+    scaler: Any
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,12 +558,17 @@ class Paused(Event):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Event):
-    """`load_state_dict` of a model or an optimizer, `thing`, has returned `result`; `what` is its class."""
+    """`load_state_dict` of a model or an optimizer, `thing`, has returned `result`; `what` is its class.
+
+    Args:
+        given: what it was given, None where a model has taken these tensors for its own.
+    """
 
     what: str
     location: str | None
     thing: Any = None
     result: Any = None
+    given: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,18 @@ class RepeatedOrder(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedNumbers(Announcement):
+    """Torch's generators were in the same state at the beginnings of several epochs, and training draws from them."""
+
+    topic: ClassVar[str] = "alone:numbers"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    epochs: int = 0  # in a row
+    location: str | None = None  # that iterates over the loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Items(Announcement):
     """What the k-th DataLoader has delivered in an epoch for some fixed indices, the same on all ranks."""
 
@@ -291,6 +303,20 @@ class InputStatistics(Announcement):
     max: float
     #: How far the values, times 255 and 255 again, are from whole numbers at most; None: they are not that small.
     from_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationInputs(Announcement):
+    """What that layer was given in the first evaluation forwards of the k-th DDP, beside what it had been given."""
+
+    topic: ClassVar[str] = "evaluated"
+
+    step: int | None = None
+    layer: str  # class
+    mean: float
+    std: float
+    trained_mean: float
+    trained_std: float
 
 
 #: Between the forwards of DDPs and the loads, as a batch is made, in the forwards.
@@ -796,7 +822,12 @@ class NoGradParts(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainModeValidation(Announcement):
-    """Forwards without gradients that ran in train mode."""
+    """Forwards that ran in another mode than such are to run in: without gradients, or of a model beside the trained.
+
+    Args:
+        beside: "stays" is a model that nobody changes and that runs in train mode, "follows" one that is written as an
+            average is, runs in eval mode, and whose statistics stay.
+    """
 
     topic: ClassVar[str] = "alone:validation"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -806,6 +837,8 @@ class TrainModeValidation(Announcement):
     location: str | None = None
     since: int = 0  # steps since the evaluation before
     collected: bool = False  # what they were given was trained on next; see probes/training_loop/rollouts.py
+    beside: str | None = None
+    names: tuple[str, ...] = ()  # of the modules in that model, behind its class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -868,23 +901,25 @@ class Restored(Announcement):
     """What a load has restored, or an optimizer begins with; see training_loop/resume.py.
 
     Args:
-        kind: names that have not fitted, parameters that were overwritten since, an optimizer without state whose
-            schedule goes on, one that was built anew again and again, or one that comes with steps behind it.
+        kind: names that have not fitted, parameters that were overwritten since, a load of what the model has anyway,
+            an average of the weights that was left out, an optimizer without state whose schedule goes on, a schedule
+            that is over as the optimizer begins, what was built anew again and again, or an optimizer that comes with
+            steps behind it.
     """
 
     topic: ClassVar[str] = "alone:restored"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
-    kind: Literal["names", "overwritten", "optimizer", "rebuilt", "resumed"]
+    kind: Literal["names", "overwritten", "itself", "average", "optimizer", "ended", "rebuilt", "resumed"]
     class_name: str = field(metadata=called("class"))
     names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
     fitted: int = 0  # parameters that were
     number: int = 0  # of all
     others: int = 0  # names in what was loaded that the module has not
     schedule: str | None = None  # class
-    calls: int = 0  # of that, or optimizers that began anew
-    steps: int = 0  # of the optimizer, or of the one before
+    calls: int = 0  # of that, or how many began anew
+    steps: int = 0  # of the optimizer, or of the one before; the length of a schedule
     location: str | None = None  # of the load
 
 
@@ -899,7 +934,7 @@ class TokenChange(Announcement):
     scope: ClassVar[Scope] = Scope.ALONE
 
     step: int | None = None
-    targets: str  # "moved" by one position against the inputs, or "same": beside them
+    targets: str  # "moved" by one position against the inputs, "same": beside them, or "twice": moved by two
     before: float = 0.0  # of the outputs before the token
     here: float = 0.0  # of that at its place
     behind: float = 0.0  # of those behind it
@@ -1009,8 +1044,10 @@ TOPICS = _by_topic(
         AwaitedLoader,
         Items,
         InputStatistics,
+        EvaluationInputs,
         RandomDraws,
         StreamEnded,
+        RepeatedNumbers,
         RepeatedOrder,
         RepeatedDeliveries,
         Targets,

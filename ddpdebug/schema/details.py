@@ -461,11 +461,14 @@ class ScheduledElsewhere(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledClip(Struct):
-    """A clipping of gradients that still carried the loss scale, or of none that a step has used."""
+    """Gradients that still carried the loss scale as they were clipped, or used; or a clipping that clips none."""
 
     location: str | None = None
     scale: float | None = None  # None where it is on a device
     idle: bool | None = field(default=None, metadata=ABSENT)  # between a step and the next backward
+    instead: str | None = field(
+        default=None, metadata=ABSENT
+    )  # "nothing": of what has no gradients; "step": no clipping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

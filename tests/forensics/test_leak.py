@@ -255,3 +255,23 @@ def test_a_model_whose_loss_was_never_high() -> None:
         capture.step = step
         ask(capture, text()[:, 1:].flatten(), lambda step=step: lambda: 0.001 if step else 0.4, step)
     assert told == []
+
+
+@pytest.mark.parametrize(
+    ("moved", "labels", "twice"),
+    [
+        (2, "none", True),
+        (2, "ignored at the end", True),
+        (1, "none", False),
+        (0, "none", False),
+        (2, "other text", False),
+    ],
+)
+def test_targets_that_are_moved_by_two(moved: int, labels: str, twice: bool) -> None:
+    """By the loop and by the model; a text of labels is known by what the loss ignores; a mask is none."""
+    tokens = text(length=LENGTH)
+    target = torch.full_like(tokens, -100)
+    target[:, : LENGTH - moved] = tokens[:, moved:]
+    more = {"none": [], "ignored at the end": [target.roll(1, 1)], "a mask": [torch.ones_like(tokens)]}[labels]
+    found = leak.is_moved_twice(capture_of(Model(causal, words=14), tokens, *more), target.flatten(), -100)
+    assert found is twice

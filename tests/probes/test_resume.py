@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +12,10 @@ from torch.optim import lr_scheduler
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.training_events import Loaded
+from ddpdebug.probes.training_events import Loaded, ScalerSteps
 from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.schedulers import Schedules
+from ddpdebug.probes.training_loop.zero_grad import Clearing
 from ddpdebug.schema.announcements import Restored
 
 ENTRIES = entries_of(Guard(lambda part, message: pytest.fail(f"{part}: {message}")))
@@ -24,15 +26,16 @@ class Run:
 
     def __init__(self) -> None:
         self.told: list[Restored] = []
-        self.schedules = Schedules(ENTRIES)
-        self.resume = Resume(self.told.append, self.schedules)
+        self.schedules, self.clearing = Schedules(ENTRIES), Clearing()
+        self.beside: list[nn.Module] = []
+        self.resume = Resume(self.told.append, self.schedules, lambda: self.beside, self.clearing.writes)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
     def load(self, state: dict[str, torch.Tensor], part: nn.Module | None = None, *, strict: bool = False) -> None:
         """Load weights."""
         model = part or self.model
         result = model.load_state_dict(state, strict=strict)
-        self.resume.loaded(Loaded(type(model).__name__, "train.py:3", model, result))
+        self.resume.loaded(Loaded(type(model).__name__, "train.py:3", model, result, state))
 
     def train(self, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
         """Take steps of an optimizer."""
@@ -42,6 +45,7 @@ class Run:
             dtype = next(self.model.parameters()).dtype
             self.model(torch.randn(5, 3, dtype=dtype)).square().mean().backward()
             optimizer.step()
+            self.clearing.after_step(optimizer)
 
     def kinds(self) -> list[str]:
         """Return what was told, in order."""
@@ -155,3 +159,136 @@ def test_an_optimizer_that_is_made_again_and_again() -> None:
     for _ in range(3):
         run.train(torch.optim.SGD(run.model.parameters(), lr=0.1))
     assert run.kinds() == []
+
+
+@pytest.mark.parametrize(
+    ("keeps", "told"), [("references", ["itself"]), ("copies", []), ("references, averaged", []), ("some", [])]
+)
+def test_a_load_of_what_the_model_has_anyway(keeps: str, told: list[str]) -> None:
+    """References that have changed with the model; not where somebody has written them, or other weights are among."""
+    run = Run()
+    optimizer = adam(run)
+    run.load(run.model.state_dict())  # before training it is harmless
+    run.train(optimizer)
+    kept = run.model.state_dict()
+    if keeps != "references, averaged":
+        run.train(optimizer)
+    if keeps == "copies":
+        kept = copy.deepcopy(kept)
+    elif keeps == "some":
+        kept["1.bias"] = torch.zeros(2)
+    elif keeps == "references, averaged":  # over ranks, in place
+        for value in kept.values():
+            value.div_(2)
+    run.load(kept)
+    run.train(optimizer)
+    assert run.kinds() == told
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("left out", ["average"]),
+        ("loaded", []),
+        ("loaded before", []),
+        ("copied by hand", []),
+        ("made afterwards", []),
+        ("set to the model", []),
+        ("a reference", []),
+        ("a second model", []),
+        ("in the middle of training", []),
+    ],
+)
+def test_an_average_that_is_left_out_by_a_load(case: str, told: list[str]) -> None:
+    """It follows from where it was made; one that is restored in any way does not."""
+    run = Run()
+    saved = {name: value + 1 for name, value in run.model.state_dict().items()}
+    average = copy.deepcopy(run.model).requires_grad_(case == "a second model")
+    run.beside = [run.model] if case == "made afterwards" else [run.model, average]
+    if case == "loaded before":
+        run.load(saved, average)
+    params = [*run.model.parameters(), *(average.parameters() if case == "a second model" else ())]
+    optimizer = torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
+    if case == "in the middle of training":
+        run.train(optimizer)
+    run.load(saved)
+    if case == "loaded":
+        run.load(saved, average)
+    if case == "copied by hand":
+        with torch.no_grad():
+            for name, p in average.named_parameters():
+                p.copy_(saved[name])
+    run.beside = [run.model, average]
+    for _ in range(6):
+        run.train(optimizer, 1)
+        with torch.no_grad():
+            for mine, other in zip(average.parameters(), run.model.parameters(), strict=True):
+                if case != "a reference":
+                    mine.lerp_(other, 1.0 if case == "set to the model" else 0.1)
+    assert run.kinds() == told
+
+
+@pytest.mark.parametrize(("length", "told"), [(40, ["ended"]), (60, [])])
+def test_a_schedule_that_is_over_as_training_begins(length: int, told: list[str]) -> None:
+    """It was loaded from a run that came to its end."""
+    run, before = Run(), Run()
+    old = torch.optim.SGD(before.model.parameters(), lr=0.1)
+    schedule = lr_scheduler.CosineAnnealingLR(old, length)
+    for _ in range(40):
+        old.step()
+        schedule.step()
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    optimizer.load_state_dict(old.state_dict())
+    new = lr_scheduler.CosineAnnealingLR(optimizer, 80)
+    run.schedules.built(new)
+    new.load_state_dict(schedule.state_dict())
+    optimizer.load_state_dict(old.state_dict())
+    run.train(optimizer)
+    assert run.kinds() == told
+
+
+@pytest.mark.parametrize("each", ["step", "optimizer", "run"])
+def test_loss_scalers_that_begin_anew(each: str) -> None:
+    """A new one for each step of one optimizer; one for each optimizer is its own."""
+    run = Run()
+    optimizer, scaler = adam(run), torch.amp.GradScaler("cpu")
+    for _ in range(4):
+        if each == "optimizer":
+            run.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+            optimizer = adam(run)
+        if each != "run":
+            scaler = torch.amp.GradScaler("cpu")
+        run.resume.scaler_steps(ScalerSteps(scaler, optimizer))
+    assert [(fact.class_name, fact.calls) for fact in run.told] == [
+        ("GradScaler", n) for n in (1, 2, 3) if each == "step"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "calls", "told"),
+    [
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 30), 10, [1, 2]),
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 10), 10, []),  # cycles, each to its end
+        (lambda o: lr_scheduler.LambdaLR(o, lambda n: 1 - n / 30), 10, [1, 2]),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda n: 1 - n / 10), 10, []),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda n: min(1.0, n / 4)), 10, []),  # a warm-up for each stage
+    ],
+)
+def test_schedules_that_cut_one_another_short(
+    make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], calls: int, told: list[int]
+) -> None:
+    """Of one optimizer; of another one it is another run."""
+    for same in (True, False):
+        run = Run()
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        for _ in range(3):
+            if not same:
+                optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+            schedule = make(optimizer)
+            run.schedules.built(schedule)
+            for _ in range(calls):
+                run.train(optimizer, 1)
+                run.schedules.called(schedule)
+                schedule.step()
+        run.train(optimizer, 1)
+        assert [fact.calls for fact in run.told if fact.kind == "rebuilt"] == (told if same else [])

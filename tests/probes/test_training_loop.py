@@ -51,6 +51,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     divisor,
     facts,
     is_mean,
+    made_of_softmax,
     share,
     soft_target_input,
     softmax_of_one,
@@ -125,6 +126,25 @@ def test_softmax_before_a_cross_entropy_of_soft_targets_is_seen(reduction: str) 
     assert said_of((x.softmax(-1) * soft).sum()) == []  # a value of a policy
     teacher = torch.randn(6, 4, requires_grad=True).softmax(-1)  # one that learns as well
     assert said_of(-(teacher * x.log_softmax(-1)).sum(-1).mean()) == []
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean'")
+def test_kl_div_of_probabilities() -> None:
+    """Its first argument is to be log probabilities, with whatever weight and beside whatever other loss."""
+    x, soft = torch.randn(6, 4, requires_grad=True), torch.rand(6, 4).softmax(-1)
+
+    def said_of(loss: torch.Tensor) -> list[str]:
+        told = made_of_softmax(terms(loss, by_scaler=False), loss)
+        return [found.code for fact in told for found in SoftmaxBeforeLoss().compare(fact.topic, {0: fact})]
+
+    for reduction in ("batchmean", "sum", "mean"):
+        loss = functools.partial(functional.kl_div, target=soft, reduction=reduction)
+        assert said_of(loss(x.softmax(-1))) == ["RCP802"]
+        assert said_of(4 * loss(x.softmax(-1)) + functional.cross_entropy(x, torch.ones(6).long())) == ["RCP802"]
+        assert said_of(4 * loss(x.log_softmax(-1))) == []
+        assert said_of(loss(x.softmax(-1).add(1e-8).log())) == []
+    assert said_of((torch.ones(4) - 3 * soft * x.softmax(-1)).mean()) == []
+    assert said_of(1 - (soft * x.softmax(-1)).sum()) == []  # an overlap
 
 
 def test_broadcast_in_the_loss() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Announcement, Loader, RepeatedOrder, Restored
+from ddpdebug.schema.announcements import Announcement, Loader, RepeatedNumbers, RepeatedOrder, Restored
 
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192
@@ -24,6 +24,20 @@ _RESUMED: Fields = {
         "intended: training on, on other data",
     ),
     "actions": ("save the epoch in the checkpoint, and go on with `range(start, epochs)` and `set_epoch(epoch)`",),
+}
+_NUMBERS: Fields = {
+    "title": "every epoch draws the same random numbers",
+    "phase": "numbers",
+    "subject": ("random numbers",),
+    "causes": (
+        "an evaluation or a function that draws samples calls `manual_seed`, and training goes on from there",
+        "a seed that is set at the start of each epoch, without the epoch in it",
+        "intended: rounds that are to be compared",
+    ),
+    "actions": (
+        "draw samples from a `torch.Generator` of their own, or inside of `torch.random.fork_rng()`",
+        "set the seed once, or `seed + epoch`",
+    ),
 }
 
 
@@ -74,7 +88,8 @@ class _History:
 class SameOrder(Detector):
     """The batches of one epoch come again in the next one, in the same order.
 
-    Or a run that goes on from a checkpoint begins with the order of the first epoch.
+    Or a run that goes on from a checkpoint begins with the order of the first epoch. Or each epoch draws the same
+    numbers from torch's generators: noise, dropout, augmentation.
 
     Impact: the model sees the same combinations of samples every epoch. Stochastic gradients lose part of their
     randomness, BatchNorm sees fixed batches, and generalisation suffers a little or a lot.
@@ -87,6 +102,7 @@ class SameOrder(Detector):
     - `set_epoch` is called on another sampler than the loader uses (after `prepare`, or on the wrapped data set)
     - `shuffle=False`, or a generator that is seeded again at the start of each epoch
     - a list of batches made once and used in every epoch
+    - `manual_seed` in an evaluation, or at the start of each epoch
 
     Remedy:
     - call `sampler.set_epoch(epoch)` at the start of every epoch, before iterating over the loader
@@ -105,6 +121,7 @@ class SameOrder(Detector):
         source="shorter ones are a fixed batch or two, repeated on purpose",
     )
     fires_on = Examples(
+        lambda: Facts(topic="alone:numbers", values={rank: {"step": 30, "epochs": 3} for rank in range(2)}),
         lambda: tuple(_cycle(n) for n in range(8)),
         lambda: tuple(
             Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
@@ -159,6 +176,10 @@ class SameOrder(Detector):
                 location=first.location,
                 evidence={"epoch": first.epoch, "indices_compared": first.indices},
             )
+        elif numbers := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, RepeatedNumbers)}:
+            repeated = numbers[min(numbers)]
+            about = {"ranks": tuple(numbers), "location": repeated.location, "evidence": {"epochs": repeated.epochs}}
+            yield self.finding(step=repeated.step, **_NUMBERS, **about)
         elif restored := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, Restored)}:
             yield from self._resumed({r: fact for r, fact in restored.items() if fact.kind == "resumed"})
         elif not own:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Threshold
-from ddpdebug.schema.announcements import InputStatistics
+from ddpdebug.schema.announcements import EvaluationInputs, InputStatistics
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "from_bytes": None, "step": 4}
 _DIVIDED = {**_USUAL, "std": 0.001, "min": 0.0, "max": 1.01 / 255, "from_bytes": 0.01}
@@ -22,8 +22,15 @@ def _divided(**more: Any) -> tuple[Facts]:
     return (Facts(topic="inputs:0", values={0: told, 1: told}),)
 
 
+def _evaluated(**more: Any) -> tuple[Facts]:
+    fact = {"step": 30, "layer": "Linear", "mean": 0.1, "std": 1.0, "trained_mean": 0.0, "trained_std": 1.0, **more}
+    return (Facts(topic="evaluated:0", values={0: fact, 1: fact}),)
+
+
 class InputScale(Detector):
     """The input of the first layer with weights is constant, huge, tiny, or differs strongly between ranks.
+
+    Or between training and evaluation, in forwards of the wrapper.
 
     Impact: training is slow or unstable, first layers saturate, and a pretrained model gets inputs that it has
     never seen; ranks that preprocess differently pull against each other.
@@ -36,6 +43,7 @@ class InputScale(Detector):
     Causes:
     - a missing, doubled or wrongly ordered normalisation (divided by 255 twice, standardised before scaling)
     - statistics of another data set, or computed per rank from its own shard
+    - a transform that only the training set, or only the validation set has
     - raw physical units or unbounded features given directly
     - decoding failures that yield constant images or silence
     - another library version or another preprocessing file on some nodes
@@ -50,15 +58,15 @@ class InputScale(Detector):
     code = "DATA908"
     severity = Severity.WARNING
     title = "inputs are far from normalised, or differently on different ranks"
-    topics = ("inputs",)
+    topics = ("inputs", "evaluated")
     input_mean_apart = Threshold(
         5,
-        "difference of the ranks' input means, in standard deviations",
+        "difference of the ranks' input means, or of those in training and evaluation, in standard deviations",
         source="means of the same data over four forwards differ by less than one",
     )
     input_scale_apart = Threshold(
         8,
-        "largest standard deviation of a rank's inputs as a multiple of the smallest one",
+        "largest standard deviation of a rank's, or an evaluation's, inputs as a multiple of the smallest one",
         source="shards of one data set differ by far less than a forgotten division by 255",
     )
     input_std = Threshold(
@@ -77,6 +85,8 @@ class InputScale(Detector):
         source="rounding in 32 bits leaves less than 1e-4; of other numbers some are 0.5 away",
     )
     fires_on = Examples(
+        lambda: _evaluated(mean=127.0, std=74.0),
+        lambda: _evaluated(mean=5.1),
         lambda: _inputs(mean=110.0, std=62.0, max=255.0),
         lambda: Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.1}}),
         lambda: _inputs(std=0.0, min=0.0, max=0.0),
@@ -85,6 +95,8 @@ class InputScale(Detector):
         lambda: Facts(topic="inputs:0", values={0: _USUAL, 1: {**_USUAL, "std": 25.0, "min": -70.0, "max": 75.0}}),
     )
     silent_on = Examples(
+        lambda: _evaluated(mean=4.9, std=7.9),
+        lambda: _evaluated(std=7.9, trained_std=0.0),
         lambda: steps(3),
         lambda: _inputs(mean=0.2, std=1.3),
         lambda: _inputs(mean=0.13, std=0.3, min=0.0, max=1.0),
@@ -96,14 +108,15 @@ class InputScale(Detector):
         lambda: _divided(from_bytes=None),  # also where an older version has not said it
     )
 
-    def compare(self, topic: str, facts: Mapping[int, InputStatistics]) -> Findings:
-        told = dict(sorted(facts.items()))
+    def compare(self, topic: str, facts: Mapping[int, InputStatistics | EvaluationInputs]) -> Findings:
+        yield from self._evaluated({r: fact for r, fact in sorted(facts.items()) if isinstance(fact, EvaluationInputs)})
+        told = {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, InputStatistics)}
         found: dict[str, list[int]] = {}
         for rank, fact in told.items():
             if (what := self._unusual(fact)) is not None:
                 found.setdefault(what, []).append(rank)
-        if not found and (odd := _apart(told, self.input_scale_apart, self.input_mean_apart)):
-            found["differs between ranks"] = odd
+        if not found and self._apart([(fact.mean, fact.std) for fact in told.values()]):
+            found["differs between ranks"] = list(told)
         for what, ranks in found.items():
             shown = ("mean", "std", "min", "max")
             about = {str(rank): {key: getattr(fact, key) for key in shown} for rank, fact in told.items()}
@@ -117,6 +130,32 @@ class InputScale(Detector):
                 evidence={"observed": what, "inputs": about},
             )
 
+    def _evaluated(self, told: Mapping[int, EvaluationInputs]) -> Findings:
+        ranks = [r for r, f in told.items() if self._apart([(f.mean, f.std), (f.trained_mean, f.trained_std)])]
+        if ranks:
+            fact = told[ranks[0]]
+            evidence = {
+                "evaluation": {"mean": fact.mean, "std": fact.std},
+                "training": {"mean": fact.trained_mean, "std": fact.trained_std},
+            }
+            yield self.finding(
+                title="inputs of the evaluation are prepared otherwise than those that are trained on",
+                step=fact.step,
+                ranks=tuple(ranks),
+                subject=(f"input of the first {fact.layer}",),
+                phase="evaluation",
+                evidence=evidence,
+            )
+
+    def _apart(self, inputs: Sequence[tuple[float, float]]) -> bool:
+        """Whether inputs of these means and standard deviations cannot come from the same preparation."""
+        means, stds = [mean for mean, _ in inputs], [std for _, std in inputs]
+        if len(stds) < 2 or min(stds) <= 0:
+            return False
+        if max(stds) > self.input_scale_apart * min(stds):
+            return True
+        return max(means) - min(means) > self.input_mean_apart * max(stds)
+
     def _unusual(self, fact: InputStatistics) -> str | None:
         """What is wrong with the inputs of one rank, None where nothing is."""
         if fact.min == fact.max:
@@ -125,13 +164,3 @@ class InputScale(Detector):
         if bytes_again and fact.min >= 0 and fact.max <= self.input_bytes_highest:
             return "divided by 255 twice"
         return "far from normalised" if fact.std > self.input_std else None
-
-
-def _apart(told: Mapping[int, InputStatistics], times: float, shift: float) -> list[int]:
-    """Return the ranks when their inputs cannot come from the same preparation."""
-    stds = [fact.std for fact in told.values()]
-    means = [fact.mean for fact in told.values()]
-    if len(stds) < 2 or min(stds) <= 0:
-        return []
-    apart = max(stds) > times * min(stds) or max(means) - min(means) > shift * max(stds)
-    return list(told) if apart else []

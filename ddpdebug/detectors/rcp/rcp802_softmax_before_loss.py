@@ -15,6 +15,16 @@ _FACT = {
     "before": ["Sigmoid", "Addmm"],
     "location": "train.py:58",
 }
+_DIVERGENCE: Fields = {
+    "severity": Severity.WARNING,
+    "title": "kl_div is given probabilities, and takes their logarithms",
+    "phase": "divergence",
+    "causes": (
+        "`F.kl_div(student.softmax(-1), teacher.softmax(-1))`: only the target is given as probabilities",
+        "arguments in the order of the formula KL(p || q): the first one is the prediction",
+    ),
+    "actions": ("`F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction='batchmean')`",),
+}
 
 
 def _given(loss: str, *before: str) -> tuple[Facts]:
@@ -29,7 +39,7 @@ class SoftmaxBeforeLoss(EventRule):
 
     Diagnosis: print `pred.sum(-1)` and `pred.min(), pred.max()` just before the loss. Read the end of the model's
     forward and the loss line. Note what is expected: `cross_entropy` and `binary_cross_entropy_with_logits` take
-    logits, `nll_loss` takes `log_softmax`, `BCELoss` takes probabilities. A second `log_softmax` changes nothing.
+    logits, `nll_loss` and `kl_div` take `log_softmax`, `BCELoss` takes probabilities; a second `log_softmax` is one.
 
     Causes:
     - `nn.Softmax` or `nn.Sigmoid` as the last layer together with a loss on logits
@@ -52,11 +62,13 @@ class SoftmaxBeforeLoss(EventRule):
         lambda: (*steps(2), *_given("NllLoss", "LogSoftmax", "Softmax")),
         lambda: _given("NllLoss2D", "Softmax", "Convolution"),
         lambda: _given("CrossEntropy", "LogSoftmax", "Softmax"),  # soft or smoothed targets
+        lambda: _given("KlDiv", "Softmax", "Addmm"),
     )
     silent_on = Examples(
         lambda: steps(3),
         lambda: _given("NllLoss", "LogSoftmax", "Addmm"),
         lambda: _given("CrossEntropy", "LogSoftmax", "Addmm"),
+        lambda: _given("KlDiv", "LogSoftmax", "Addmm"),
         lambda: _given("NllLoss", "LogSoftmax", "LogSoftmax"),  # the second one changes nothing
         lambda: _given("NllLoss", "Addmm", "Softmax"),  # a mixture, however made
         lambda: _given("BinaryCrossEntropyWithLogits", "Addmm", "Sigmoid"),  # the activation of a hidden layer
@@ -67,7 +79,9 @@ class SoftmaxBeforeLoss(EventRule):
     def judge(self, fact: LossInput) -> Fields | None:
         applied = _probabilities(fact)
         evidence = {"applied_before": applied, "prediction": list(fact.shape)}
-        return {"subject": (fact.loss,), "evidence": evidence} if applied is not None else None
+        if applied is None:
+            return None
+        return {"subject": (fact.loss,), "evidence": evidence, **(_DIVERGENCE if fact.loss == "KlDiv" else {})}
 
 
 def _probabilities(fact: LossInput) -> str | None:

@@ -19,12 +19,37 @@ _COLLECTED: Fields = {
         "else `model.eval()` while data are collected, so that ratios of probabilities begin at 1",
     ),
 }
+_BESIDE: dict[str, Fields] = {
+    "stays": {
+        "title": "a model beside the trained one runs in train mode, and nobody changes it",
+        "phase": "stays",
+        "causes": (
+            "a teacher, reference, reward or feature model that was made, or copied from one, in train mode",
+            "`requires_grad_(False)` and `no_grad()` were thought to be enough",
+            "intended: noise in the targets",
+        ),
+        "actions": ("call `eval()` on it once, and again after a `train()` of what holds it",),
+    },
+    "follows": {
+        "title": "an average of the weights is evaluated with statistics that do not follow",
+        "phase": "follows",
+        "causes": (
+            "the average is taken of `parameters()` alone: BatchNorm's running statistics are buffers",
+            "`update_bn` was not called on the average before it is evaluated",
+        ),
+        "actions": (
+            "copy the buffers with each update, or `AveragedModel(model, use_buffers=True)`",
+            "or `torch.optim.swa_utils.update_bn(loader, average)` before evaluating it",
+        ),
+    },
+}
 
 
 class ValidationInTrainMode(EventRule):
     """Several forwards without gradients in a row, which are no part of every step, ran in train mode.
 
-    Of the wrapper, or of the inner module where torch's loss functions were called after them.
+    Of the wrapper, or of the inner module where torch's loss functions were called after them. Or a model beside the
+    trained one runs in the wrong state: one that stays as it is in train mode, or an average whose statistics stay.
 
     Impact: the metric is measured with dropout and batch statistics, depends on batch size and composition, and
     BatchNorm's running statistics absorb validation data.
@@ -38,6 +63,7 @@ class ValidationInTrainMode(EventRule):
     - `model.eval()` is missing, `no_grad` was thought to be enough
     - `eval()` was called on another object, or only on a submodule
     - a callback or a sampling function calls `train()` in the middle of evaluation
+    - a teacher or reference model that was never put into eval mode; an average that leaves buffers out
     - dropout or batch statistics in evaluation on purpose
     - none of these: forwards that collect data for training (reinforcement learning), which dropout disturbs as well;
       a hint where their inputs are seen to be trained on next
@@ -60,6 +86,8 @@ class ValidationInTrainMode(EventRule):
         lambda: Facts(topic="alone:validation", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), Facts(topic="alone:validation", values={1: {**_FACT, "forwards": 40}})),
         lambda: Facts(topic="alone:validation", values={0: {**_FACT, "collected": True}}),  # a hint
+        lambda: Facts(topic="alone:validation", values={0: {"beside": "stays", "forwards": 8, "names": ["Net", "1"]}}),
+        lambda: Facts(topic="alone:validation", values={0: {"beside": "follows", "forwards": 1, "names": ["Net"]}}),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -67,6 +95,8 @@ class ValidationInTrainMode(EventRule):
     )
 
     def judge(self, fact: TrainModeValidation) -> Fields | None:
+        if fact.beside is not None:
+            return {**_BESIDE[fact.beside], "subject": fact.names, "evidence": {"forwards": fact.forwards}}
         if fact.since < self.evaluation_apart:
             return None
         evidence = {"forwards_without_gradient_in_train_mode": fact.forwards}

@@ -10,23 +10,48 @@ from ddpdebug.detectors.rcp.habits import StepHabit
 from ddpdebug.schema.details import ScaledClip
 from ddpdebug.schema.row import Flag
 
-_IDLE: Fields = {
-    "severity": Severity.WARNING,
-    "title": "gradients are clipped when no step uses them",
-    "phase": "after the step",
-    "causes": (
-        "clipping stands after `optimizer.step()`, or before `backward()`: the step sees gradients as they came",
-        "a loop was reordered, and the call stayed behind",
-        "intended: the norm is only read, by a limit that nothing reaches",
-    ),
-    "actions": ("clip between the last `backward()` of a step and `optimizer.step()`",),
+_OTHERS: dict[str | None, Fields] = {
+    "idle": {
+        "severity": Severity.WARNING,
+        "title": "gradients are clipped when no step uses them",
+        "phase": "after the step",
+        "causes": (
+            "clipping stands after `optimizer.step()`, or before `backward()`: the step sees gradients as they came",
+            "a loop was reordered, and the call stayed behind",
+            "intended: the norm is only read, by a limit that nothing reaches",
+        ),
+        "actions": ("clip between the last `backward()` of a step and `optimizer.step()`",),
+    },
+    "nothing": {
+        "severity": Severity.WARNING,
+        "title": "what is clipped has no gradients: the step sees them as they came",
+        "phase": "nothing",
+        "causes": (
+            "`params = model.parameters()` is a generator, and the optimizer or the first clipping has used it up",
+            "a list of another model's parameters, or of those that were replaced (a new head, a load by assignment)",
+        ),
+        "actions": ("clip `model.parameters()`, called anew each time, or keep `list(model.parameters())`",),
+    },
+    "step": {
+        "severity": Severity.WARNING,
+        "title": "a step uses gradients that still carry the loss scale",
+        "phase": "step",
+        "causes": (
+            "`optimizer.step()` instead of `scaler.step(optimizer)`: nothing unscales, or looks for infinities",
+            "the gradients are unscaled by hand, after the look at them",
+        ),
+        "actions": (
+            "`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()`",
+            "with bfloat16 leave the scaler out",
+        ),
+    },
 }
 
 
 class ClipBeforeUnscale(StepHabit):
     """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
 
-    Or it ran between a step and the next backward, on gradients that no step uses.
+    Or it ran between a step and the next backward, or on what has no gradients; or a step used scaled ones.
 
     Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is
     at most max_norm / scale: SGD hardly moves, in Adam eps takes over, and the step length depends on the loss
@@ -60,6 +85,8 @@ class ClipBeforeUnscale(StepHabit):
         ),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "train.py:70", "idle": True}}}),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "nothing"}}}),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"scale": 512.0, "instead": "step"}}}),
     )
     silent_on = Examples(
         lambda: steps(5, flags=Flag.CLIPPED),
@@ -67,4 +94,5 @@ class ClipBeforeUnscale(StepHabit):
     )
 
     def describe(self, about: ScaledClip) -> dict[str, Any] | None:
-        return {"location": about.location, **_IDLE} if about.idle else super().describe(about)
+        found = super().describe(about)
+        return found if found is None else {**found, **_OTHERS.get("idle" if about.idle else about.instead, {})}

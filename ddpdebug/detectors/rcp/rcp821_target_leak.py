@@ -23,6 +23,17 @@ _FACT = {
     "loss": 0.1,
 }
 _SAME = {**_FACT, "targets": "same", "before": 0.0, "behind": 0.6, "module": None}
+_TWICE: Fields = {
+    "title": "the targets of a language model are its inputs, moved by two positions",
+    "phase": "twice",
+    "ranks": (),
+    "subject": ("targets",),
+    "causes": (
+        "the loop or the collator moves the labels, and the model's own loss moves them again",
+        "intended: a head that predicts the token after the next",
+    ),
+    "actions": ("give a model that moves its labels itself `labels=tokens`", "or move them outside, and only there"),
+}
 _UNMOVED = "the targets are the input tokens, not moved by one: the model learns to copy the token that it is given"
 
 
@@ -32,6 +43,8 @@ def _told(fact: dict[str, Any], **more: Any) -> tuple[Facts]:
 
 class TargetLeak(EventRule):
     """The model is given what it shall predict: a later token changes earlier outputs, or the target is the input.
+
+    Or the targets of a language model are moved by two positions, not by one.
 
     While training it is asked once, when the loss has fallen below a tenth of what it was and the targets are the input
     tokens, moved by one position, or in the first steps where they are the input tokens and were not moved: one rank
@@ -79,6 +92,7 @@ class TargetLeak(EventRule):
         lambda: _told(_FACT),
         lambda: _told(_FACT, before=0.021),
         lambda: (*steps(2), *_told(_SAME)),
+        lambda: _told({"step": 5, "targets": "twice", "length": 23}),
         lambda: _told(_SAME, behind=0.0011, loss=4.1, location="train.py:40"),
     )
     silent_on = Examples(
@@ -93,6 +107,8 @@ class TargetLeak(EventRule):
     )
 
     def judge(self, fact: TokenChange) -> Fields | None:
+        if fact.targets == "twice":
+            return {**_TWICE, "evidence": {"targets": "the inputs moved by two", "of": fact.length}}
         moved = fact.targets == "moved"
         if moved:
             change, least = fact.before if fact.summary == 0 < max(fact.here, fact.behind) else 0.0, self.leak_change

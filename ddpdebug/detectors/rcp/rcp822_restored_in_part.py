@@ -31,6 +31,37 @@ _SAID: dict[str, Fields] = {
         ),
         "actions": ("load last: after the model is built, initialised and changed, and before DDP wraps it",),
     },
+    "itself": {
+        "title": "a load restores nothing: what is loaded are the model's own tensors",
+        "causes": (
+            "`best = model.state_dict()` keeps references, no copy: they have changed with each step since",
+            "the weights that an evaluation has put aside were kept in the same way",
+        ),
+        "actions": ("keep `copy.deepcopy(model.state_dict())`, or clones on the CPU, or a file",),
+    },
+    "average": {
+        "title": "weights are loaded into the model, and not into the average that follows it",
+        "causes": (
+            "a resume that loads the model, while its average (EMA, mean teacher, target network) was made before",
+            "the average is made from the model before pretrained weights are loaded into that",
+            "intended: the average may forget where it began",
+        ),
+        "actions": (
+            "save the average's `state_dict()` in the checkpoint and load it, beside the model's",
+            "or copy the model for the average after its weights were loaded",
+        ),
+    },
+    "ended": {
+        "title": "the schedule is over as training begins: the rate is next to nothing",
+        "causes": (
+            "a new stage (fine-tuning, more epochs) that loads the schedule and the optimizer of a finished run",
+            "loading the schedule has put the old length in the place of the new one",
+        ),
+        "actions": (
+            "for a new stage make optimizer and schedule anew, and load the weights alone",
+            "to train on, make the schedule of the whole length and give it `last_epoch=`",
+        ),
+    },
     "optimizer": {
         "title": "the schedule goes on and the optimizer begins without its state",
         "causes": (
@@ -41,12 +72,12 @@ _SAID: dict[str, Fields] = {
         "actions": ("save `optimizer.state_dict()` in the checkpoint, and load it after the optimizer is made",),
     },
     "rebuilt": {
-        "title": "the optimizer is made anew again and again, and its state begins at zero each time",
+        "title": "what keeps state from step to step is made anew again and again, and begins anew each time",
         "causes": (
-            "the optimizer is made inside of the loop over epochs, or in a function that each epoch calls",
+            "optimizer, schedule or loss scaler is made inside of the loop, or in a function that each epoch calls",
             "intended: rounds, as federated averaging has them, or restarts",
         ),
-        "actions": ("make the optimizer once, before the first epoch",),
+        "actions": ("make it once, before the first epoch, and hand it to the function",),
     },
 }
 
@@ -59,20 +90,23 @@ def _told(kind: str, **more: Any) -> tuple[Facts]:
 class RestoredInPart(EventRule):
     """Model, optimizer and schedule belong to different moments: something was not loaded, or did not stay.
 
-    Seen are `load_state_dict` of modules, up to the next step, and what optimizers and their schedules begin with.
-    Weights that are copied otherwise, averages of weights, and what a file holds beside what is loaded are not.
+    Seen are `load_state_dict` of modules, up to the next steps, and what optimizers, their schedules and loss scalers
+    begin with. Weights that are copied otherwise and what a file holds beside what is loaded are not; of averages those
+    are seen that are modules.
 
     Impact: training goes on from weights that nobody has trained, or with moments of zero under a rate that is meant
-    for the middle of a run: the loss jumps after each resume.
+    for the middle of a run: the loss jumps after each resume. A loss scale or a schedule that begins anew each time
+    never gets where it should.
 
     Diagnosis: before the first step after a load print a weight beside that of the file, the optimizer's
     `state[p]["step"]`, `scheduler.last_epoch` and the sampler's epoch: they must be of one moment.
 
     Causes:
     - `strict=False` hides names that do not fit
-    - a part of the checkpoint is not loaded: optimizer, schedule
+    - a part of the checkpoint is not loaded: optimizer, schedule, average
     - the order is wrong: something is built, initialised or wrapped after it was loaded
-    - an optimizer that is made in each epoch
+    - what was kept is no copy, and changes with the model
+    - an optimizer, a schedule or a loss scaler that is made in each epoch or step
 
     Remedy:
     - save and load model, optimizer, scheduler, scaler and the position in the data together, in one function
@@ -85,7 +119,7 @@ class RestoredInPart(EventRule):
     events = ("restored",)
     rebuilt_often = Threshold(
         2,
-        "optimizers of the same parameters that began without the state of the one before",
+        "optimizers of the same parameters, schedules or scalers of one optimizer, that began without the state before",
         source="a second stage of training begins with a new one, once",
     )
     fires_on = Examples(
@@ -93,6 +127,9 @@ class RestoredInPart(EventRule):
         lambda: _told("overwritten"),
         lambda: _told("optimizer", schedule="LambdaLR", calls=50),
         lambda: (*steps(2), *_told("rebuilt", calls=2, steps=15)),
+        lambda: _told("itself", number=4),
+        lambda: _told("average", location="train.py:9"),
+        lambda: _told("ended", schedule="CosineAnnealingLR", calls=40, steps=40),
     )
     silent_on = Examples(
         lambda: steps(3), lambda: _told("rebuilt", calls=1, steps=50), lambda: _told("resumed", steps=50)
@@ -104,7 +141,9 @@ class RestoredInPart(EventRule):
         evidence: dict[str, Any] = {
             "names": {"fitted": fact.fitted, "of": fact.number, "names_that_the_model_has_not": fact.others},
             "optimizer": {"calls_of_the_schedule": fact.calls, "steps_of_the_optimizer": 0},
-            "rebuilt": {"optimizers_without_state": fact.calls, "steps_of_the_one_before": fact.steps},
+            "itself": {"parameters": fact.number},
+            "ended": {"calls_of_the_schedule": fact.calls, "its_length": fact.steps},
+            "rebuilt": {"begun_without_state": fact.calls, "steps_of_the_one_before": fact.steps},
         }.get(fact.kind, {})
         subject = fact.names[:MAX_NAMES] or (fact.class_name,)
         return {**said, "phase": fact.kind, "subject": subject, "evidence": evidence}

@@ -66,7 +66,7 @@ class Chance:
             known.followed += 1
             self._drawing.begin(root)
         else:
-            self._before = _state(root)
+            self._before = generators(root)
 
     def end(self, root: nn.Module) -> EvalDraws | None:
         """Return the modules that have drawn and whose source calls dropout functions, if there are any."""
@@ -80,7 +80,7 @@ class Chance:
         if follows:
             now.followed = FOLLOWED if modules else now.followed
             return EvalDraws(modules=modules) if modules else None
-        now.drew = now.drew or (bool(self._before) and _state(root) != self._before)
+        now.drew = now.drew or (bool(self._before) and generators(root) != self._before)
         return None
 
     def release(self) -> None:
@@ -106,7 +106,7 @@ class _Drawing:
         return self._after.is_on
 
     def begin(self, root: nn.Module) -> None:
-        self._root, self._state = weakref.ref(root), _state(root)
+        self._root, self._state = weakref.ref(root), generators(root)
         self._inside, self._found = [root], {}  # where no DDP is around it, its hook has run before its forward began
         self._before.on()
         self._after.on()
@@ -132,7 +132,7 @@ class _Drawing:
         root = None if self._root is None else self._root()
         if root is None:
             return
-        before, self._state = self._state, _state(root)
+        before, self._state = self._state, generators(root)
         module = self._inside[-1] if self._inside else None
         if module is not None and self._state != before and len(self._found) < _MAX_MODULES:
             self._found[id(module)] = module
@@ -157,7 +157,7 @@ class _Drawing:
         return tuple(sorted(told, key=lambda about: about.training)[:_MAX_TOLD])
 
 
-def _state(root: nn.Module) -> tuple[int, ...]:
+def generators(root: nn.Module) -> tuple[int, ...]:
     """Return fingerprints of the generators that a forward draws from; waits for nothing, draws nothing."""
     device = next(iter([p.device for p in internals.parameters(root)]), None)
     if device is None or device.type != "cuda":

@@ -7,7 +7,7 @@ the first backward passes and in checked steps. Labels are read where they are i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ _MAX_NODES = 64
 _MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
 _MEAN, _SUM = 1, 2
+_ROUNDING = 0.01  # of the sum of a distribution in 16 bits
 #: Nodes that change the form of their input and not its meaning.
 FORM = frozenset(
     f"{name}Backward{i}"
@@ -268,6 +269,14 @@ def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
     return None
 
 
+def made_of_softmax(found: Sequence[Term], root: torch.Tensor) -> Iterator[LossInput]:
+    """Yield what made the inputs of losses that are no nodes of their own, beside the loss functions that are."""
+    if not any([takes_classes(term) for term in found]) and (soft := soft_target_input(root)) is not None:
+        yield soft
+    if (divergence := divergence_input(root)) is not None:
+        yield divergence
+
+
 def soft_target_input(root: torch.Tensor) -> LossInput | None:
     """Return what made the input of a cross entropy that is no node of its own: one with soft or smoothed targets."""
     for node in [*_softmaxes(root)]:
@@ -275,6 +284,39 @@ def soft_target_input(root: torch.Tensor) -> LossInput | None:
             before = (_plain(node.name()), *_made_by(node)[:1])
             return LossInput(loss="CrossEntropy", before=before, shape=graph.shape_at(node) or ())
     return None
+
+
+def divergence_input(root: torch.Tensor) -> LossInput | None:
+    """Return what made the input of `kl_div`: a sum over targets, which add up to one, times what it was given."""
+    waiting = [root.grad_fn]
+    for _ in range(_MAX_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is None:
+            return None
+        name, below = node.name(), [lower for lower, _ in node.next_functions]
+        if name == "SubBackward0" and len(below) == 2 and below[0] is None and below[1] is not None:
+            product = below[1]
+            given = product.next_functions if product.name() == "MulBackward0" else ()
+            if len(given) == 2 and given[0][0] is None and _adds_up(graph.saved_tensor(product, "self")):
+                last = given[1][0]
+                last = _below(product, 1) if last is not None else None
+                before = [] if last is None else [last, _below(last)]
+                names = tuple([_plain(lower.name()) for lower in before if lower is not None])
+                return LossInput(loss="KlDiv", before=names, shape=graph.shape_at(product) or ())
+        elif name in _SCALED or name in _SCALAR_SUMS or name in _SUMS or name in _MEANS or name in FORM:
+            waiting += [lower for lower in below if lower is not None]
+        elif name == "SumBackward1":
+            waiting += below
+    return None
+
+
+def _adds_up(targets: torch.Tensor | None) -> bool:
+    """Tell whether the rows of targets are distributions, where they are at hand."""
+    if targets is None or targets.device.type != "cpu" or not 0 < targets.numel() <= _MAX_LABELS or not targets.dim():
+        return False
+    with torch.no_grad():
+        rows = targets.detach().float()
+        return bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _ROUNDING).all())
 
 
 def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:

@@ -16,8 +16,8 @@ from ddpdebug import torch_internals as internals
 EVALUATION = 3
 #: The same where a loader over another data set was begun for them: a small set, a share of one on each rank.
 OF_OTHER_DATA = 2
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 #: Modules of a model in train mode that are looked at in a forward.
 _LOOKED_AT = 64
@@ -29,7 +29,7 @@ def sensitive(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that the mode changes and that belong to a part of the model that trains."""
     table = dict(internals.named_modules(root))
     for name, module in table.items():
-        if not name or not _changes(module):
+        if not name or not changes(module):
             continue
         parents = [table[parent] for parent in _parents(name) if parent in table]
         holder = next(iter([m for m in (module, *parents) if internals.first_parameter(m) is not None]), root)
@@ -43,10 +43,11 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _changes(module: nn.Module) -> bool:
-    if isinstance(module, _DROPOUTS):
+def changes(module: nn.Module) -> bool:
+    """Tell whether the mode changes what a module does."""
+    if isinstance(module, DROPOUTS):
         return module.p > 0
-    if isinstance(module, _NORMS):
+    if isinstance(module, NORMS):
         return bool(module.track_running_stats)
     rate = module.dropout if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else 0.0
     return isinstance(rate, float) and rate > 0
@@ -93,7 +94,7 @@ class Modes:
         still = [
             name
             for name, module in found[:_LOOKED_AT]
-            if not internals.in_train_mode(module) and not isinstance(module, _NORMS)
+            if not internals.in_train_mode(module) and not isinstance(module, NORMS)
         ]
         if not still:
             return None

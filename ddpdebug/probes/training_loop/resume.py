@@ -1,12 +1,13 @@
-"""Whether what was loaded, and what begins, belongs to one moment: model, optimizer, schedule.
+"""Whether what was loaded, and what begins, belongs to one moment: model, average, optimizer, schedule, loss scaler.
 
-Looked at as something is loaded, and as an optimizer takes its first step: nothing of it costs anything in other steps.
+Looked at as something is loaded, and as an optimizer takes its first steps: nothing of it costs anything in others.
+What keeps state from step to step lives as long as the training: what is made anew again and again does not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.foreign import is_a
 from ddpdebug.probes.async_copy import glances
-from ddpdebug.probes.training_events import Loaded
-from ddpdebug.probes.training_loop.schedulers import Schedules, steps_of
+from ddpdebug.probes.training_events import Loaded, ScalerSteps
+from ddpdebug.probes.training_loop.schedulers import ENDED, Schedules, length_of, steps_of
 from ddpdebug.schema.announcements import Restored
 
 _SAMPLE = 4
+#: Steps of a model after a load in which what follows it is looked for.
+_FOLLOWED = 4
 _MAX_NAMES = 20
 #: Sets of parameters whose optimizers are known, and loads that have not fitted.
 _MAX_SETS = 64
@@ -34,12 +37,21 @@ class _Weights(NamedTuple):
     location: str | None
 
 
+class _Beside(NamedTuple):
+    """A model of the same shape as one that was loaded, which nothing was loaded into: an average, if it follows."""
+
+    module: weakref.ref[torch.nn.Module]
+    loaded: weakref.ref[torch.nn.Module]
+    values: Sequence[int]  # of some of its parameters, as the load ended, or as the first step after it began
+    location: str | None
+
+
 @dataclass(slots=True)
 class _Trained:
-    """What optimizers of one class have done with the same parameters, one after the other."""
+    """What optimizers of one class have done with the same parameters, one after the other; or loss scalers."""
 
     class_name: str
-    newest: weakref.ref[torch.optim.Optimizer]
+    newest: weakref.ref[Any]
     first: internals.Seen  # of the parameters
     steps: int = 1  # of the newest
     keeps_state: bool = False
@@ -51,10 +63,23 @@ class Resume:
 
     Args:
         tell: announces a fact of this step.
+        modules: returns the outermost modules of the process.
+        writes: returns how often some of these parameters, by their ids, were written since their optimizer stepped.
     """
 
-    def __init__(self, tell: Callable[[Restored], None], schedules: Schedules) -> None:
-        self._tell, self._schedules = tell, schedules
+    def __init__(
+        self,
+        tell: Callable[[Restored], None],
+        schedules: Schedules,
+        modules: Callable[[], Sequence[torch.nn.Module]] = tuple,
+        writes: Callable[[Collection[int]], Collection[int]] = tuple,
+    ) -> None:
+        self._tell, self._schedules, self._modules, self._writes = tell, schedules, modules, writes
+        self._into: list[int] = []  # ids of the modules that were loaded since the newest step
+        self._filled: dict[int, internals.Seen] = {}  # the first parameters of modules that were loaded
+        self._beside: list[_Beside] = []
+        self._after_load = 0  # steps of the model that was loaded
+        self._scaled: dict[int, _Trained] = {}  # by the optimizer
         self._unfitted: list[tuple[Restored, dict[str, int]]] = []  # with the parameters that another load may bring
         self._trained: dict[int, _Trained] = {}  # by the parameters
         self._stepping: _Trained | None = None  # the newest
@@ -79,16 +104,95 @@ class Resume:
             said = Restored(kind="names", class_name=event.what, location=event.location, others=len(unexpected))
             said = replace(said, fitted=len(fitting), number=len(params))
             self._unfitted.append((said, {name: id(params[name]) for name in names}))
-        chosen = fitting[:: max(1, len(fitting) // _SAMPLE)][:_SAMPLE]
+        chosen = _some(fitting)
         if values := _values(chosen):
             seen = [(id(p), internals.Seen(p)) for p in chosen]
             self._loaded = _Weights(seen, values, self._schedules.taken, event.location)
+            self._look_beside(event, fitting)
+        self._into.append(id(event.thing))
+        if fitting and self._is_own(event, params):
+            self._tell(Restored(kind="itself", class_name=event.what, location=event.location, number=len(params)))
+
+    def _is_own(self, event: Loaded, params: Mapping[str, torch.Tensor]) -> bool:
+        """Tell whether a load has given a model nothing but what it had, as it was after the newest step."""
+        given = event.given if is_a(event.given, dict) else {}
+        same = [
+            internals.is_plain(p) and is_a(given.get(name), torch.Tensor) and given[name].data_ptr() == p.data_ptr()
+            for name, p in params.items()
+        ]
+        written = {*self._writes({*map(id, params.values())})} if all(same) else set()
+        return written == {self._into.count(id(event.thing))}
+
+    def _look_beside(self, event: Loaded, fitting: Sequence[torch.Tensor]) -> None:
+        """Note which models of the same shape are left out by a load."""
+        own, shapes = {*map(id, fitting)}, [p.shape for p in fitting]
+        if len(self._filled) >= _MAX_SETS:
+            self._filled.clear()
+        self._filled[id(fitting[0])] = internals.Seen(fitting[0])
+        self._after_load = 0
+        for module in self._modules():
+            params = list(internals.parameters(module))
+            first = self._filled.get(id(params[0])) if params else None
+            if [p.shape for p in params] != shapes or not own.isdisjoint(map(id, params)):
+                continue
+            values = _values(_some(params)) if first is None or not first.is_of(params[0]) else None
+            if values is not None and len(self._beside) < _MAX_SETS:
+                self._beside.append(_Beside(weakref.ref(module), weakref.ref(event.thing), values, event.location))
+
+    def _follow_beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """See which of these follow the model that was loaded: they begin from weights that nobody has trained."""
+        held, going, steps = {*map(id, internals.params(optimizer))}, list[_Beside](), 0
+        for seen in self._beside:
+            module, loaded = seen.module(), seen.loaded()
+            params, own = ([] if part is None else list(internals.parameters(part)) for part in (module, loaded))
+            if not params or not own:
+                continue
+            if held.isdisjoint(map(id, own)):
+                going.append(seen)  # another model's step
+                continue
+            steps = 1
+            if not self._after_load and self._schedules.taken_by(optimizer):
+                continue  # a load in the middle of training: weights that were put aside, or an average, for a while
+            first = self._filled.get(id(params[0]))
+            filled = (first is not None and first.is_of(params[0])) or not held.isdisjoint(map(id, params))
+            now = _values(_some(params))
+            if filled or now is None or now == _values(_some(own)):
+                continue  # it was loaded, trains, or takes the model's weights as they are
+            if now == seen.values:
+                going.append(seen)
+            elif self._after_load:  # before it was written by other means
+                self._tell(Restored(kind="average", class_name=type(module).__name__, location=seen.location))
+        self._after_load += steps
+        self._beside = going if self._after_load < _FOLLOWED else []
+
+    def scaler_steps(self, event: ScalerSteps) -> None:
+        """See which loss scaler steps an optimizer: what it has learned about the scale is gone with it."""
+        optimizer = event.optimizer
+        known = self._scaled.get(id(optimizer))
+        params = internals.params(optimizer)
+        if known is not None and known.newest() is event.scaler:
+            known.steps += 1
+        elif params:
+            again = known is not None and known.first.is_of(params[0])
+            begun = 0 if known is None or not again else known.begun + 1
+            if known is not None and begun:
+                name = type(event.scaler).__name__
+                self._tell(Restored(kind="rebuilt", class_name=name, calls=begun, steps=known.steps))
+            if len(self._scaled) >= _MAX_SETS:
+                self._scaled.clear()
+            seen = internals.Seen(params[0])
+            self._scaled[id(optimizer)] = _Trained("", weakref.ref(event.scaler), seen, begun=begun)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at an optimizer that is about to step."""
         for said, lacking in self._unfitted:
             self._tell(replace(said, names=tuple(lacking)[:_MAX_NAMES]))
         self._unfitted.clear()
+        self._into.clear()
+        if self._beside:
+            self._follow_beside(optimizer)
+        for name, begun, calls in self._schedules.renewed():
+            self._tell(Restored(kind="rebuilt", class_name=name, calls=begun, steps=calls))
         number = self._schedules.taken_by(optimizer)
         if not number:
             self._begins(optimizer)
@@ -111,10 +215,14 @@ class Resume:
             if now is not None and all([one != other for one, other in zip(loaded.values, now, strict=True)]):
                 self._tell(_about(optimizer, "overwritten", location=loaded.location))
         empty = not internals.state(optimizer)
-        for schedule, calls in self._schedules.of(optimizer) if empty else ():
-            moved = vars(schedule).get("last_epoch")
-            if isinstance(moved, int) and moved - calls > 1:
-                self._fresh = weakref.ref(optimizer), type(schedule).__name__, moved
+        for schedule, calls in self._schedules.of(optimizer):
+            moved, name = vars(schedule).get("last_epoch"), type(schedule).__name__
+            if not isinstance(moved, int) or moved - calls <= 1:
+                continue
+            if empty:
+                self._fresh = weakref.ref(optimizer), name, moved
+            if (length := length_of(schedule)) is not None and moved >= length and _stands_still(optimizer):
+                self._tell(_about(optimizer, "ended", schedule=name, calls=moved, steps=length))
         if steps := steps_of(optimizer):
             self._tell(_about(optimizer, "resumed", steps=steps))
         if params:
@@ -144,6 +252,17 @@ def _renamed(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
     """Return the names that would fit but for what stands before them, on the one side or the other."""
     shorter = {name.partition(".")[2] for name in unexpected}
     return [name for name in missing if name in shorter or name.partition(".")[2] in unexpected]
+
+
+def _some(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return params[:: max(1, len(params) // _SAMPLE)][:_SAMPLE]
+
+
+def _stands_still(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the rates of an optimizer are next to nothing of what they were set to at first."""
+    rates = [(group.get("lr"), group.get("initial_lr")) for group in internals.groups(optimizer)]
+    known = [(lr, first) for lr, first in rates if isinstance(lr, float | int) and isinstance(first, float | int)]
+    return bool(known) and all([lr <= ENDED * first for lr, first in known])
 
 
 def _values(params: Sequence[torch.Tensor]) -> list[int] | None:

@@ -24,7 +24,7 @@ _IN_VAIN = 5
 #: A schedule's pace is judged after twice its length, and after so many steps of its optimizer.
 _LEAST = 32
 #: Share of the rate at which a schedule by factors has come to its end, and above which it hardly moves.
-_ENDED, _MOVED = 1e-3, 0.3
+ENDED, _MOVED = 1e-3, 0.3
 #: Classes whose `step` is not the one that they inherit.
 STEPS: tuple[type, ...] = tuple([
     kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)
@@ -47,6 +47,8 @@ class Calls:
     left: float = 0.0  # of the rate then, as a share
     since: int = 0  # steps of its optimizer before it was made
     told: bool = False
+    rates: tuple[Any, Any] = (None, None)  # shares of the rate as it was called last, and before
+    begun: int = 0  # schedules of its class and optimizer before it that another one has cut short
 
 
 @dataclass(slots=True)
@@ -71,6 +73,8 @@ class Schedules:
         self.taken = 0  # steps of all optimizers
         self._ended: list[tuple[UnusedSchedule, int]] = []  # those that are gone; the newest step of their optimizers
         self._paces: list[UnusedSchedule] = []
+        self._newest: dict[tuple[int, str], Calls] = {}  # by optimizer and class
+        self._renewed: list[tuple[str, int, int]] = []
 
     def called(self, scheduler: Any) -> None:
         """Note a call; those that torch makes itself, in a constructor or for a part, do not count."""
@@ -86,6 +90,8 @@ class Schedules:
             calls.since *= bool(calls.inner)  # one whose constructor does not step it was not seen before
         calls.total += 1
         calls.pending += 1
+        if calls.length is None:
+            calls.rates = share_of(scheduler), calls.rates[0]
         if calls.pending != 1 or calls.location is None:
             calls.location = user_location(caller)
 
@@ -149,6 +155,23 @@ class Schedules:
         found, self._paces = self._paces, []
         return found
 
+    def renewed(self) -> list[tuple[str, int, int]]:
+        """Return the class of each schedule that has cut another short, how many in a row, and calls of that."""
+        found, self._renewed = self._renewed, []
+        return found
+
+    def _renews(self, name: str, calls: Calls) -> None:
+        """Note a schedule that takes the place of one of its class which has not come to its end."""
+        before = self._newest.get((calls.optimizer, name))
+        self._newest[calls.optimizer, name] = calls
+        if before is None or not before.total or before.part or calls.since <= before.since:
+            return
+        last, one_before = before.rates
+        moves = last is not None and one_before is not None and last != one_before and last > _MOVED
+        if moves if before.length is None else before.total < before.length:
+            calls.begun = before.begun + 1
+            self._renewed.append((name, calls.begun, before.total))
+
     def _pace(self, name: str, calls: Calls, steps: int) -> None:
         assert calls.length is not None
         if steps >= max(_LEAST, 2 * calls.length) and calls.total >= calls.length:
@@ -199,10 +222,12 @@ class Schedules:
             known = self._calls[key] = calls
             gone = partial(self._note_end, name, calls)
             calls.scheduler = self._entries.when_gone("probe:schedules", scheduler, gone)
-            calls.optimizer = id(getattr(scheduler, "optimizer", None))
-            calls.since = steps.number if (steps := self._steps.get(calls.optimizer)) is not None else 0
+            optimizer = getattr(scheduler, "optimizer", None)
+            calls.optimizer, steps = id(optimizer), self._steps.get(id(optimizer))
+            calls.since = steps.number if steps is not None and steps.optimizer() is optimizer else 0
             for part in parts_of(scheduler):
                 self._of(part).part = True
+            self._renews(name, calls)
         return known
 
     def _living(self) -> list[Calls]:
@@ -259,6 +284,14 @@ def is_at_its_start(scheduler: Any) -> bool:
     return bool(vars(scheduler).get("last_epoch") == 0)
 
 
+def share_of(scheduler: Any) -> float | None:
+    """Return which share of its rate one of torch's schedules has set last, where both are numbers."""
+    now, first = ((vars(scheduler).get(name) or (None,))[0] for name in ("_last_lr", "base_lrs"))
+    if not isinstance(now, float | int) or not isinstance(first, float | int):
+        return None
+    return now / first if first else None
+
+
 def length_of(scheduler: Any) -> int | None:
     """Return after how many calls the rate of one of torch's schedules is at its lowest, or next to nothing.
 
@@ -297,7 +330,7 @@ def _of_line(about: dict[str, Any]) -> Any:
 
 def _of_factor(about: dict[str, Any]) -> Any:
     gamma = about["gamma"]
-    return math.ceil(math.log(_ENDED) / math.log(gamma)) * about.get("step_size", 1) if 0 < gamma < 1 else None
+    return math.ceil(math.log(ENDED) / math.log(gamma)) * about.get("step_size", 1) if 0 < gamma < 1 else None
 
 
 def _of_milestones(about: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from ddpdebug.probes.plain_models import PlainModel, PlainModels
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Tensors
+from ddpdebug.probes.training_loop.beside import Beside
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.frozen_moves import FrozenMoves
@@ -41,9 +42,8 @@ from ddpdebug.probes.training_loop.loss_graph import (
     Term,
     facts,
     gist,
-    soft_target_input,
+    made_of_softmax,
     softmax_of_one,
-    takes_classes,
     target_of,
     terms,
 )
@@ -51,6 +51,7 @@ from ddpdebug.probes.training_loop.loss_scale import LossScale
 from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.repeated_numbers import Epochs
 from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
 from ddpdebug.probes.training_loop.schedulers import Schedules
@@ -61,6 +62,8 @@ from ddpdebug.schema.announcements import (
     Announce,
     Announcement,
     DropoutCall,
+    EvaluationInputs,
+    InputStatistics,
     LossBroadcast,
     LossInput,
     MovedParameters,
@@ -128,7 +131,8 @@ class _Loop:
     clip: str | None = None  # the line that clipped scaled gradients
     touched: bool = False  # gradients were clipped or unscaled
     idle: str | None = None  # the line that clipped after a step
-    clipped_nothing: str | None = None  # ... where a backward came next
+    clipped_nothing: ScaledClip | None = None  # ... where a backward came next; or what has no gradients
+    scales: dict[str | None, float] = field(default_factory=dict)  # by the line that called backward
     new_epoch: bool = False  # a loader has begun one
 
 
@@ -212,14 +216,22 @@ class Recipe:
         self.audit = Audit(self._entries.built)
         self.clearing = Clearing(self._threads.alone, state.is_given_up)
         self.schedules = Schedules(self._entries)
-        self._resume = Resume(self.tell, self.schedules)
+        self._resume = Resume(
+            lambda fact: self.tell(fact, (fact.kind, fact.class_name)),
+            self.schedules,
+            self._entries.built.outermost,
+            self.clearing.writes,
+        )
+        self._beside = Beside(self._entries, self._roots, lambda fact: self.tell(fact, (fact.beside, fact.names)))
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
-        self._targets, self._moves = Targets(), FrozenMoves()
+        self._targets, self._moves, self._epochs = Targets(), FrozenMoves(), Epochs()
         self._leaks, self._loop = leaks, _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
         self._inputs: dict[int, Inputs] = {}
+        self._inputs_told: dict[int, InputStatistics] = {}
+        self._evaluated_inputs: dict[int, Inputs] = {}  # of evaluations, once those of training were told
         self._elements = 0  # of the largest forward for the step before
         self._cuts: dict[int, Cuts] = {}
         self._no_grad: dict[int, NoGrad] = {}
@@ -263,6 +275,7 @@ class Recipe:
         bus.on("probe:schedules", events.SchedulerBuilt, self.scheduler_built)
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
         bus.on("probe:resume", events.Loaded, self._resume.loaded)
+        bus.on("probe:resume", events.ScalerSteps, self._resume.scaler_steps)
 
     def _forget_loop(self) -> None:
         """Keep nothing of a step that has no end any more."""
@@ -277,6 +290,7 @@ class Recipe:
     def _built(self, event: events.OptimizerBuilt) -> None:
         """Note a new optimizer; one for each parameter (optimizers that step inside backward) are not followed."""
         self.audit.built(event.optimizer)
+        self._epochs.forget()
         if self.clearing.number() < _MAX_OPTIMIZERS:
             self._run("probe:clearing", self.clearing.of, event.optimizer)
 
@@ -307,14 +321,21 @@ class Recipe:
         """Return the models that train: those that DDPs wrap, or in one process those that none does."""
         return self._state.wrappers or self._plain.living()
 
+    def _trains(self) -> torch.nn.Module | None:
+        return next(iter(self._roots()), None)
+
+    def _roots(self) -> list[torch.nn.Module]:
+        return [module for model in self._trained() if (module := model.module()) is not None]
+
     def _begins(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         self._stepping.clear()
         run = self._run
         if not internals.in_train_mode(root):
             run("probe:chance", self._chance.begin, root)
         if not torch.is_grad_enabled():
-            self._begins_without_gradients(root, tensors)
+            self._begins_without_gradients(root, key, tensors)
             return
+        self._beside.trains()
         self._end_evaluation(tensors)
         if not self._rollouts.has_batch:
             run("probe:rollouts", self._rollouts.trains, tensors())
@@ -334,7 +355,7 @@ class Recipe:
         self._forwards[key] = self._forwards.get(key, 0) + 1
         inputs = self._inputs.get(key)
         if inputs is None:
-            inputs = self._inputs[key] = Inputs(lambda fact: self._announce(self._at(fact), key), self._entries)
+            inputs = self._inputs[key] = Inputs(lambda fact: self._tell_inputs(fact, key), self._entries)
         run("probe:inputs", inputs.begin, tensors)
         if key in self._cuts:
             run("probe:cuts", self._cuts[key].begin, list(tensors()))
@@ -342,8 +363,30 @@ class Recipe:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
 
-    def _begins_without_gradients(self, root: torch.nn.Module, tensors: Tensors) -> None:
+    def _tell_inputs(self, fact: InputStatistics, key: int) -> None:
+        self._inputs_told[key] = fact
+        self._announce(self._at(fact), key)
+
+    def _tell_evaluated(self, fact: InputStatistics, key: int) -> None:
+        trained = self._inputs_told[key]
+        if trained.layer == fact.layer:
+            told = EvaluationInputs(
+                layer=fact.layer,
+                mean=fact.mean,
+                std=fact.std,
+                trained_mean=trained.mean,
+                trained_std=trained.std,
+            )
+            self._announce(self._at(told), key)
+
+    def _begins_without_gradients(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         seen = self._evaluation
+        if key in self._inputs_told and not internals.in_train_mode(root):
+            inputs = self._evaluated_inputs.get(key)
+            if inputs is None:
+                inputs = Inputs(lambda fact: self._tell_evaluated(fact, key), self._entries)
+                self._evaluated_inputs[key] = inputs
+            self._run("probe:inputs", inputs.begin, tensors)
         if not self._run("probe:modes", self._modes.evaluates_in_train, root):
             seen.forwards = seen.elsewhere = 0
             self._rollouts.forget()
@@ -369,8 +412,9 @@ class Recipe:
         run = self._run
         if draws := run("probe:chance", self._chance.end, root):
             self.tell(replace(draws, reconstructs=self._reconstructs))
-        if key in self._inputs:
-            run("probe:inputs", self._inputs[key].end)
+        for looks in (self._inputs, self._evaluated_inputs):
+            if key in looks:
+                run("probe:inputs", looks[key].end)
         if key in self._no_grad:
             self._no_grad[key].release()
         if key in self._cuts and torch.is_grad_enabled():
@@ -389,8 +433,7 @@ class Recipe:
         # FSDP computes with whole parameters of its own, in the place of those that the model has
         sharded = internals.any_distributed([p for o in optimizers for p in internals.params(o)])
         if not self._threads.several and not sharded:
-            modules = [m for model in self._trained() if (m := model.module()) is not None]
-            known = {id(p) for module in modules for p in internals.parameters(module)}
+            known = {id(p) for module in self._roots() for p in internals.parameters(module)}
             known |= held_by(optimizers)
             tensors = list(event.tensors())
             known |= self.audit.held() | {id(t) for t in tensors}
@@ -415,7 +458,7 @@ class Recipe:
     def abort(self) -> None:
         """Take the hooks of a forward away that is over."""
         self._chance.release()
-        for inputs in self._inputs.values():
+        for inputs in [*self._inputs.values(), *self._evaluated_inputs.values()]:
             inputs.release()
         for cuts in self._cuts.values():
             cuts.release()
@@ -454,8 +497,11 @@ class Recipe:
         self._run("probe:clearing", self._begin_clearing)
         loop = self._loop
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
-        loop.clipped_nothing, loop.idle = loop.clipped_nothing or loop.idle, None
+        if loop.idle is not None:
+            loop.clipped_nothing, loop.idle = ScaledClip(location=loop.idle, idle=True), None
         loop.lines.append(user_location())
+        if loop.scale is not None:
+            loop.scales[loop.lines[-1]] = loop.scale
 
     def _begin_clearing(self) -> None:
         optimizer = None if self._closure is None else self._closure()
@@ -486,8 +532,8 @@ class Recipe:
             self._run("probe:labels", self._labels.read, term)
             target = saved_tensor(term.node, "target")
             self._reconstructs |= target is not None and target.data_ptr() in loop.given
-        if not any([takes_classes(term) for term in found]) and (soft := soft_target_input(root)) is not None:
-            self._tell_once(soft, line)
+        for given in made_of_softmax(found, root):
+            self._tell_once(given, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))
         if len(found) == 1:
@@ -537,6 +583,8 @@ class Recipe:
 
     def _epoch_begins(self, _: events.EpochBegan) -> None:
         self._loop.new_epoch = True
+        if repeated := self._run("probe:epochs", self._epochs.begins, self._trains()):
+            self.tell(repeated)
 
     # --- what stands between backward and step ------------------------------------------------------------------------
 
@@ -549,6 +597,9 @@ class Recipe:
             measures = isinstance(event, events.Clipped) and math.isinf(event.limit)
             loop.idle = None if measures else line
             return
+        if isinstance(event, events.Clipped) and event.nothing:
+            loop.clipped_nothing = ScaledClip(location=line, instead="nothing")
+            return
         if loop.scale is not None and loop.scale != 1.0:
             loop.clip = loop.clip or line
         loop.touched = True
@@ -559,6 +610,7 @@ class Recipe:
     def _unscaled(self) -> None:
         """Note that the gradients carry no loss scale any more."""
         self._loop.scale, self._loop.touched = None, True
+        self._loop.scales.clear()
 
     def _scaler_steps(self, _: events.ScalerSteps) -> None:
         """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
@@ -609,13 +661,14 @@ class Recipe:
             flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         run("probe:resume", self._resume.before_step, optimizer)
+        run("probe:epochs", self._epochs.before_step, self._trains())
         found = run("probe:schedules", self.schedules.before_step, optimizer, len(loop.lines)) or {}
         detail.update(found)
         for pace in self.schedules.paces():
             self.tell(pace)
         if loop.clipped_nothing is not None and not loop.touched:
             flags |= Flag.CLIPPED_SCALED
-            detail["clip"] = ScaledClip(location=loop.clipped_nothing, idle=True)
+            detail["clip"] = loop.clipped_nothing
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         shown.flags |= flags
@@ -637,6 +690,11 @@ class Recipe:
             detail["carried"] = CarriedGradients(location=line, kind=kind)
         if cleared.written and not loop.touched:
             flags |= Flag.GRADS_WRITTEN
+        scale = None if discarded or cleared.written else loop.scales.get(self.clearing.of(optimizer).line)
+        if scale is not None and scale != 1.0:
+            flags |= Flag.CLIPPED_SCALED
+            known = None if math.isnan(scale) else scale
+            detail["clip"] = ScaledClip(location=user_location(), scale=known, instead="step")
         if discarded:
             flags |= Flag.GRADS_DISCARDED | (Flag.GRADS_GONE if cleared.gone else Flag(0))
             kind = "all" if cleared.gone else "end of epoch" if loop.new_epoch else "micro-batches"
@@ -667,8 +725,9 @@ class Recipe:
         both = held_by([optimizer]) & held_by([other])
         if not both:
             return None
-        modules = [m for model in self._trained() if (m := model.module()) is not None]
-        names = [n for m in modules for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None]
+        names = [
+            n for m in self._roots() for n, p in internals.named_parameters(m) if id(p) in both and p.grad is not None
+        ]
         return SteppedTwice(other=type(other).__name__, names=tuple(names[:_MAX_NAMES])) if names else None
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
@@ -725,6 +784,7 @@ class Recipe:
         if self._state.in_backward:
             return
         self._end_evaluation()
+        self._run("probe:beside", self._beside.after_step, self._state.next_step() - 1)
         self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
         self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
@@ -754,13 +814,13 @@ class Recipe:
     def close(self, *, finished: bool = False) -> None:
         """Announce what only the end shows; a schedule by epochs has had its chance if the run came to its end."""
         self.abort()
+        self._beside.release()
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
             return
         self._end_evaluation()
         for fact in self.schedules.at_end(self._state.world) if finished else ():
             self.tell(replace(fact, passes=self._backwards))
-        models = [module for model in self._trained() if (module := model.module()) is not None]
-        counts = self._labels.counts(models)
+        counts = self._labels.counts(self._roots())
         if counts is not None:
             self.tell(counts)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -189,8 +189,19 @@ class Clearing:
             other.unused = False
         fed = self.of(optimizer)
         fed.foreign, fed.mixed = None, False
-        fed.marks = fed.look()
+        fed.marks, fed.versions = fed.look(), _versions(fed)
         fed.stale, fed.carried, fed.discards = any(fed.marks), False, 0
+
+    def writes(self, params: Collection[int]) -> set[int]:
+        """Return how often those of some parameters that stand for all were written since their optimizer has stepped.
+
+        Args:
+            params: by their ids.
+        """
+        known = [
+            (p, v) for fed in self._living() if fed.stale for p, v in zip(fed.sample(), fed.versions, strict=False)
+        ]
+        return {(internals.version_of(p) or 0) - v for p, v in known if v is not None and id(p) in params}
 
     def _readable(self, *, alone: bool) -> list[Fed]:
         """Return those whose gradients may be read now."""
