@@ -128,6 +128,8 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) benchmarks/check.py
 	$(PYTHON) benchmarks/modules.py
 	$(PYTHON) benchmarks/modules.py --ddp
+	$(PYTHON) benchmarks/operations.py --rounds 6
+	$(PYTHON) benchmarks/operations.py --device meta
 	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/scrapes.py
 	$(PYTHON) benchmarks/notes.py

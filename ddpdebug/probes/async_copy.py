@@ -172,7 +172,8 @@ def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
     by_dtype: dict[torch.dtype, list[int]] = {}  # a conversion of each one by itself would be a launch each
     for i, scalar in enumerate(scalars):
         by_dtype.setdefault(scalar.dtype, []).append(i)
-    stacked = torch.cat([torch.stack([scalars[i] for i in some]).to(torch.float64) for some in by_dtype.values()])
+    stacks = [torch.stack([scalars[i] for i in some]) for some in by_dtype.values()]
+    stacked = stacks[0] if len(stacks) == 1 else torch.cat([stack.to(torch.float64) for stack in stacks])
     places_of = [i for some in by_dtype.values() for i in some]
     host, wait = _detached_copy(stacked)
 

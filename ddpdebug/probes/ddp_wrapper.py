@@ -55,6 +55,7 @@ class Wrapper:
         # the current micro-batch
         self.forwards = 0
         self.armed = False
+        self.in_place = True  # a gradient may be reduced before the backward has ended
         self.forward_in_no_sync = False
         self.forward_location: str | None = None
         self.arrived = False
@@ -98,6 +99,7 @@ class Wrapper:
         self.unpaired = self.unpaired or (self._join is not None and session is not self._join)
         self._join = session
         self.armed = self.armed or bool(ddp.require_backward_grad_sync)
+        self.in_place = internals.reduces_in_place(ddp)
         if not self.armed:
             self.forward_in_no_sync, self.forward_location = in_no_sync, location
 

@@ -59,6 +59,7 @@ PASSING = {
     ),
     "after_node": ("hooks after nodes of the graph", "on those of a loss that is not finite, until the backward"),
     "on_gradient": ("a hook on the accumulation of gradients", "on each parameter of a DDP or of a watched model"),
+    "at_backward_end": ("a callback of autograd's engine", "in a backward of a checked step, until it ends"),
     "when_gone": ("weak references with a callback", "on wrappers, optimizers, schedulers, models and storages"),
     "at_exit": ("`atexit`", "until it is closed"),
     "in_child": ("`os.register_at_fork`", "for ever; it does nothing once it is closed"),
@@ -390,6 +391,10 @@ class Entries:
         through C++ that the collector cannot see.
         """
         return parameter.register_post_accumulate_grad_hook(functools.partial(arrived, *about))
+
+    def at_backward_end(self, part: str, look: Callable[[], None]) -> None:
+        """Look once, as the backward that runs now ends: before DDP hands out what it has reduced meanwhile."""
+        internals.when_backward_ends(functools.partial(self.guard.run, part, look))
 
     # --- the process --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ see that: those of parameters whose gradients came in the last checked step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,9 @@ class GradientHooks:
         self._step = -1
         self._came: dict[int, dict[int, None]] = {}  # by wrapper: numbers of parameters, as their gradients came
         self._told: Callable[[Wrapper], None] | None = None  # called for each where a device takes times
+        self._waiting: dict[int, tuple[Wrapper, int, torch.Tensor]] = {}  # by number: looked at as the backward ends
+        self._task = -1  # the backward that they wait for
+        guard.when_cut(self._let_go)
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
@@ -108,16 +111,39 @@ class GradientHooks:
         if self._step != self._state.since.number:
             self._step = self._state.since.number
             self._came = {}
+            self._let_go()
         self._came.setdefault(wrapper.index, {})[key] = None
         if wrapper.armed:
             self._run("probe:gradients", self._note, wrapper, key, parameter)
 
     def _note(self, wrapper: Wrapper, key: int, parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        norm = gradients.note_local(self._state.since, wrapper, key, grad)
-        if norm is not None and grad is not None:
-            halved = wrapper.hook_kind in {"half", "custom"}
-            self._run("probe:numerics-gradients", self._numerics.note_local, key, grad, norm, halved)
+        """Have a gradient looked at: with all others as the backward ends, now where it is not this rank's own by then.
+
+        A backward within another has an end of its own, and DDP may hand out what it has reduced there.
+        """
+        task = internals.graph_task()
+        if wrapper.in_place or task < 0:
+            self._look([(wrapper, key, parameter)])
+            return
+        if task != self._task:
+            self._entries.at_backward_end("probe:gradients", self._look_at_all)
+            self._task = task
+        self._waiting[key] = wrapper, key, parameter
+
+    def _let_go(self) -> None:
+        self._waiting, self._task = {}, -1
+
+    def _look_at_all(self) -> None:
+        waiting = self._waiting
+        self._let_go()
+        if waiting:
+            self._look([*waiting.values()])
+            self.last_arrival = self._now()  # all of this was no waiting for others
+
+    def _look(self, rows: Sequence[tuple[Wrapper, int, torch.Tensor]]) -> None:
+        noted = gradients.note_local(self._state.since, rows)
+        if noted:
+            self._run("probe:numerics-gradients", self._numerics.note_local, noted)
 
 
 def _is_alive(handle: Any) -> bool:

@@ -50,14 +50,24 @@ class GradientSums(Part, key="probe:gradients"):
         self.reduced.clear()
 
 
-def note_local(since: SinceLastStep, wrapper: Wrapper, key: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Sum a gradient that is still this rank's own, in the hook that runs before DDP reduces; return its norm."""
-    if grad is None or not _summable(grad):
-        return None
-    own = grad.detach() if grad.requires_grad else grad
-    norm = _norm(own)
-    since.parts[GradientSums].local[key] = (sum_of(own) if wrapper.sums(key, since.number) else None, norm)
-    return norm
+def note_local(
+    since: SinceLastStep, rows: Sequence[tuple[Wrapper, int, torch.Tensor]]
+) -> list[tuple[Wrapper, int, torch.Tensor, torch.Tensor]]:
+    """Sum gradients that are still this rank's own, and return their norms.
+
+    Args:
+        rows: DDP, number of the parameter, and the parameter.
+    """
+    with torch.no_grad():
+        given = [(wrapper, key, grad) for wrapper, key, parameter in rows if (grad := parameter.grad) is not None]
+        if not (alike := internals.are_alike([grad for _, _, grad in given])):
+            given = [(wrapper, key, grad) for wrapper, key, grad in given if _summable(grad)]
+        grads = [grad for _, _, grad in given]
+        norms = _norms_of_alike(grads) if alike else norms_of(grads)
+        noted, step = since.parts[GradientSums].local, since.number
+        for (wrapper, key, grad), norm in zip(given, norms, strict=True):
+            noted[key] = (sum_of(grad) if wrapper.sums(key, step) else None, norm)
+    return [(*row, norm) for row, norm in zip(given, norms, strict=True)]
 
 
 def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:

@@ -19,7 +19,8 @@ import torch
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import location, user_frame
-from ddpdebug.probes import inputs, loss_line, ranges, training_events as events
+from ddpdebug.probes import async_copy as device, inputs, loss_line, ranges, training_events as events
+from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entry import watch_entry
 from ddpdebug.probes.forward_capture import ForwardCaptures
 from ddpdebug.probes.layer_statistics import MAX_CALLS, Layers, LayerSamples
@@ -213,13 +214,18 @@ class Numerics:
             self._lines[key] = self._guard.run("probe:loss_line", loss_line.expression, frame)
         return self._lines.get(key)
 
-    def note_local(self, key: int, grad: torch.Tensor, norm: torch.Tensor, halved: bool) -> None:  # noqa: FBT001 - called through the guard
-        """Look at a gradient that is still this rank's own; `norm` is known, `halved` if 16 bits may reduce it."""
-        if not self._on or grad.device.type != "cpu":
+    def note_local(self, noted: Sequence[tuple[Wrapper, int, torch.Tensor, torch.Tensor]]) -> None:
+        """Look at gradients that are still this rank's own, on the CPU; their norms are known."""
+        noted = [row for row in noted if row[2].is_cpu]
+        if not self._on or not noted:
             return
         looks = self._state.since.parts[Looks]
-        if not (halved or grad.dtype in _HALVES) and math.isfinite(float(norm)):
-            return
+        for (wrapper, key, grad, _), norm in zip(noted, device.numbers([norm for *_, norm in noted])(), strict=True):
+            halved = wrapper.hook_kind in {"half", "custom"}  # 16 bits may reduce it
+            if (halved or grad.dtype in _HALVES) or not math.isfinite(norm):
+                self._look_at_local(looks, key, grad)
+
+    def _look_at_local(self, looks: Looks, key: int, grad: torch.Tensor) -> None:
         seen = ranges.read(grad)  # a norm overflows before its elements do
         if seen is None:
             return

@@ -63,8 +63,8 @@ def _near_gradients(looks: Looks, names: Mapping[int, str]) -> list[NearLimit]:
 
 def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
     """Return what judges a step whose numbers are still on a device; the detail is then in the record."""
-    outputs = device.numbers([number for seen in looks.later_outputs for number in seen])
-    entries = device.numbers([number for seen in looks.later_entries for number in seen])
+    both = device.numbers([number for seen in (*looks.later_outputs, *looks.later_entries) for number in seen])
+    of_outputs = 2 * len(looks.later_outputs)
 
     def judge() -> Flag:
         for read in looks.later:
@@ -73,11 +73,12 @@ def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
             looks.near += [call for call in calls if isinstance(call, NearLimit)]
         for inputs in looks.later_inputs:
             looks.inputs = looks.inputs or inputs()
-        if numbers := outputs():
-            looks.output_finite = all(map(math.isfinite, numbers))
-        if numbers := entries():
-            span = min(numbers), max(numbers)
-            looks.entry = EntryGradient(finite=all(map(math.isfinite, numbers)), range=span)
+        outputs, entries = (numbers := both())[:of_outputs], numbers[of_outputs:]
+        if outputs:
+            looks.output_finite = all(map(math.isfinite, outputs))
+        if entries:
+            span = min(entries), max(entries)
+            looks.entry = EntryGradient(finite=all(map(math.isfinite, entries)), range=span)
         _, local, _, reduced = record.parts[GradientDigests].checksums()
         losses = [read_loss() for read_loss in record.since.parts[Losses].given]
         bad_loss = next(iter([value for value in losses if not math.isfinite(value)]), None)

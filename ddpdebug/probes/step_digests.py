@@ -309,6 +309,9 @@ class StepDigests:
         reduced_summed = [i for i, p in enumerate(watch.params) if id(p) in sums.reduced]
         local = [sums.local[id(watch.params[i])] for i in summed]
         reduced = [sums.reduced[id(watch.params[i])] for i in reduced_summed]
+        ours = [n for _, n in local] + [s for s, _ in local if s is not None]
+        theirs = [r.norm for r in reduced] + [r.sum for r in reduced if r.sum is not None]
+        count, read_both = len(ours), device.numbers([*ours, *theirs])  # one copy, where they are on a device
         record.parts[GradientDigests] = GradientDigests(
             names=record.names,
             digests=digests,
@@ -316,9 +319,9 @@ class StepDigests:
             touched_norms=touched_norms,
             missing=[n for n, p in pairs if p.grad is None and p.requires_grad],
             summed=summed,
-            local=device.numbers([n for _, n in local] + [s for s, _ in local if s is not None]),
+            local=lambda: read_both()[:count],
             reduced_summed=reduced_summed,
-            reduced=device.numbers([r.norm for r in reduced] + [r.sum for r in reduced if r.sum is not None]),
+            reduced=lambda: read_both()[count:],
             alone=[i for i, _ in alone],
             alone_norms=device.numbers(gradients.norms_of([part for _, part in alone])),
             present=present,

@@ -102,10 +102,12 @@ from ddpdebug.torch_internals.names import (
     SavedTensor as SavedTensor,
     as_plain as as_plain,
     as_users as as_users,
+    graph_task as graph_task,
     inherits as inherits,
     is_tracing as is_tracing,
     schema as schema,
     tell_profilers as tell_profilers,
+    when_backward_ends as when_backward_ends,
 )
 from ddpdebug.torch_internals.replaying import (
     OperationMode as OperationMode,
@@ -442,6 +444,12 @@ def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
     """Whether this forward broadcasts buffers."""
     probe = getattr(ddp, names.SYNCS_BUFFERS, None)
     return bool(probe()) if probe is not None else broadcasts_buffers(ddp)
+
+
+def reduces_in_place(ddp: DistributedDataParallel) -> bool:
+    """Whether the wrapper's reduction may change `.grad` before the backward has ended."""
+    attributes = ("gradient_as_bucket_view", "static_graph", "mixed_precision", names.PYTHON_REDUCER)
+    return any([getattr(ddp, name, None) for name in attributes])
 
 
 def join_session(ddp: DistributedDataParallel) -> object | None:

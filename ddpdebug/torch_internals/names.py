@@ -57,6 +57,10 @@ def _many() -> int:
     return sys.maxsize
 
 
+def _no_task() -> int:
+    return -1
+
+
 def _no(*_: object) -> bool:
     return False
 
@@ -151,6 +155,10 @@ IGNORED = key(
     stored_by=f"{_DDP}._set_params_and_buffers_to_ignore_for_model",
     off="parameters on DDP's ignore list are compared all the same",
 )
+#: Whether hooks in Python reduce, one gradient at a time and in place.
+PYTHON_REDUCER = key(
+    f"{_DDP}._use_python_reducer", _WRAPPER, stored_by=f"{_DDP}.__init__", off="it is taken not to be used"
+)
 #: The node that DDP puts behind a model's outputs.
 SINK = (
     key("torch.nn.parallel.distributed._DDPSink", _WRAPPER, off="the loss is not followed through DDP's own node")
@@ -178,6 +186,12 @@ SCHEDULERS = key(
     _OPTIMIZER,
     stored_by="torch.optim.lr_scheduler.SequentialLR.__init__",
     off="schedulers inside of schedulers are not looked at",
+)
+
+_ENDS = Feature("the end of a backward", "each gradient is read by itself, as it comes")
+graph_task: Callable[[], int] = thing("torch._C._current_graph_task_id", _ENDS, otherwise=_no_task)
+when_backward_ends: Callable[[Callable[[], object]], None] = thing(
+    "torch.autograd.Variable._execution_engine.queue_callback", _ENDS
 )
 
 _NORMS = Feature("norms of many tensors at once", "the size of updates is not measured")

@@ -264,7 +264,7 @@ def test_a_model_whose_loss_was_never_high() -> None:
         (2, "ignored at the end", True),
         (1, "none", False),
         (0, "none", False),
-        (2, "other text", False),
+        (2, "a mask", True),
     ],
 )
 def test_targets_that_are_moved_by_two(moved: int, labels: str, twice: bool) -> None:
