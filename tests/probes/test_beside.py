@@ -52,7 +52,7 @@ class Run:
                 optimizer.zero_grad()
                 self.model(x).square().mean().backward()
                 optimizer.step()
-                self.beside.after_step(step)
+                self.beside.after_step(step, looks=True)
                 with torch.no_grad():
                     after()
         finally:

@@ -105,6 +105,13 @@ def test_what_a_step_calls_is_not_looked_at(job: Job) -> None:
     assert {type(event) for event in seen} == {StepPassed}
 
 
+def test_calls_of_modules_are_left_alone(job: Job) -> None:
+    """Whatever looks at them in watched steps."""
+    job.run(4)
+    assert job.probes.entries.unwatched
+    assert job.probes.entries.calls.idle
+
+
 def test_a_watched_step_is_whole(job: Job) -> None:
     """With its loss, its one micro-batch, and its own time, after steps that were not watched."""
     job.run(16)

@@ -65,15 +65,17 @@ class Beside:
         self._places: dict[int, tuple[_Part, str] | None] = {}  # by module: what it belongs to, its path there
         self._step = 0
 
-    def after_step(self, step: int) -> None:
-        """Look from here on, after a step."""
+    def after_step(self, step: int, *, looks: bool) -> None:
+        """Look from here on, after a step, if the next one is watched."""
         self._step = step
         if step == 0 or not self._own:
             self._own = {id(m) for root in self._roots() for m in internals.modules(root)}
         for part in list(self._parts.values()) if step <= _PATIENT else ():
             self._judge(part)
-        if self._own and not internals.anything_compiled():
+        if looks and self._own and not internals.anything_compiled():
             self._hook.on((*DROPOUTS, *NORMS))
+        else:
+            self._hook.off()
 
     def trains(self) -> None:
         """A forward that trains begins: after the first steps nothing more is looked at until the next one."""

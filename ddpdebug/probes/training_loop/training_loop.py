@@ -784,7 +784,8 @@ class Recipe:
         if self._state.in_backward:
             return
         self._end_evaluation()
-        self._run("probe:beside", self._beside.after_step, self._state.next_step() - 1)
+        number = self._state.next_step() - 1
+        self._run("probe:beside", self._beside.after_step, number, looks=not self._state.passes)
         self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
         self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
