@@ -201,8 +201,8 @@ def test_hang_own(hangs: dict[str, tuple[Path, int, str]], command: Command) -> 
     record = json.loads((folder / "v.json").read_text(encoding="utf-8"))
     assert (record["verdict"], record["blamed"], record["hang"]["code"]) == ("hang", [1], "HANG501")
     assert "rank 0 waits in all_reduce" in err
-    assert "train.py:42" in record["ranks"]["0"]["reason"]
-    assert "train.py:38 (<module>)" in record["ranks"]["1"]["reason"]
+    assert "train.py:43" in record["ranks"]["0"]["reason"]
+    assert "train.py:39 (<module>)" in record["ranks"]["1"]["reason"]
     assert "backward" in (folder / "o" / "ranks" / "0" / "stacks.txt").read_text(encoding="utf-8")
     assert command("-m", "ddpdebug", "verdict", folder / "o").returncode == 4
 

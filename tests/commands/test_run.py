@@ -101,7 +101,8 @@ def test_signals_reach_the_ranks(number: signal.Signals, tmp_path: Path) -> None
         [sys.executable, *words], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert [process.stdout.readline().split()[0] for _ in range(2)] == ["argv", "argv"]
+        said = [process.stdout.readline().split()[0] for _ in range(4)]
+        assert sorted(said) == ["argv", "argv", "variables", "variables"]
         process.send_signal(number)
         process.communicate(timeout=PATIENCE)
     assert process.returncode != 0

@@ -4,7 +4,7 @@
 # expect.codes: SYNC206, SYNC201, RANK101
 # expect.ranks: 3
 # expect.subject: any
-# expect.step: 15
+# expect.step: 16
 # plain_pytorch: silent
 """Sparse training; ranks 0 to 2 read the mask of a file, rank 3 misses the file and makes its own."""
 import os
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 FAULT = os.environ.get("FAULT", "0") == "1"
-START = 15
+START = 16
 
 
 def make_masks(net, seed):

@@ -1,8 +1,9 @@
 """Models beside the one that is trained: teachers, references, averages. Each is to stay as it is, or to follow.
 
 One that stays has nothing to learn from dropout and batch statistics, and is to run in eval mode; one that follows is
-to follow with its statistics as well. Looked at are norms and dropouts, in the first steps, and after that between a
-step and the next forward that trains. Values are compared in host memory only, where that waits for nothing.
+to follow with its statistics as well. Looked at are norms and dropouts in checked steps: in the first ones, and after
+that between a step and the next forward that trains. Values are compared in host memory only, where that waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Beside:
         self._step = 0
 
     def after_step(self, step: int, *, looks: bool) -> None:
-        """Look from here on, after a step, if the next one is watched."""
+        """Look from here on, after a step, if the next one is checked."""
         self._step = step
         if step == 0 or not self._own:
             self._own = {id(m) for root in self._roots() for m in internals.modules(root)}

@@ -285,8 +285,10 @@ def is_at_its_start(scheduler: Any) -> bool:
 
 
 def share_of(scheduler: Any) -> float | None:
-    """Return which share of its rate one of torch's schedules has set last, where both are numbers."""
-    now, first = ((vars(scheduler).get(name) or (None,))[0] for name in ("_last_lr", "base_lrs"))
+    """Return which share of its rate the optimizer of one of torch's schedules has, where both are numbers."""
+    first, optimizer = (vars(scheduler).get("base_lrs") or (None,))[0], vars(scheduler).get("optimizer")
+    groups = [] if optimizer is None else internals.groups(optimizer)
+    now = groups[0].get("lr") if groups else None
     if not isinstance(now, float | int) or not isinstance(first, float | int):
         return None
     return now / first if first else None

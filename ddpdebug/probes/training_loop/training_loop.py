@@ -785,7 +785,8 @@ class Recipe:
             return
         self._end_evaluation()
         number = self._state.next_step() - 1
-        self._run("probe:beside", self._beside.after_step, number, looks=not self._state.passes)
+        looks = self._state.checking and not self._state.passes
+        self._run("probe:beside", self._beside.after_step, number, looks=looks)
         self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
         self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
