@@ -196,6 +196,6 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sum_of(grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the elements of a gradient, in 32 bits or more."""
-    return internals.unlisted(grad.sum() if grad.dtype in _EXACT else grad.sum(dtype=torch.float32))
+def sum_of(grad: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return the sum over the elements of a gradient, or over one of its dimensions, in 32 bits or more."""
+    return internals.unlisted(grad.sum(dim, dtype=grad.dtype if grad.dtype in _EXACT else torch.float32))

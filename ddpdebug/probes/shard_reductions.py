@@ -25,7 +25,6 @@ from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
 #: Sums of pieces are kept one by one for so many ranks.
 _MOST_PIECES = 64
-_NONE = torch.zeros(())
 
 
 class PutIn(NamedTuple):
@@ -41,8 +40,8 @@ class _Term(NamedTuple):
     key: int
     factor: float
     ranks: int
-    norm: torch.Tensor
-    sums: Sequence[torch.Tensor]
+    norm: torch.Tensor | None  # None once it was read
+    sums: Sequence[torch.Tensor | None]
 
 
 @dataclass(slots=True)
@@ -50,16 +49,19 @@ class ShardSums(Part, key="probe:shard-gradients"):
     """Sums of the gradients of a step, by the id of the sharded parameter, over all of its backwards."""
 
     terms: list[_Term] = field(default_factory=list)
-    before: dict[int, torch.Tensor] = field(default_factory=dict)  # of pieces that were there: these are added to
+    before: dict[int, torch.Tensor | None] = field(default_factory=dict)  # of pieces that were there
     places: dict[int, int] = field(default_factory=dict)  # which piece this rank gets, -1 where they have one sum
-    after: dict[int, torch.Tensor] = field(default_factory=dict)
+    after: dict[int, torch.Tensor | None] = field(default_factory=dict)
     flags: int = 0
     is_partial: bool = False  # something was reduced in a way that is not followed
     read: device.LaterFloats = list
 
     def table(self, record: StepRecord) -> dict[str, tuple[PutIn, int, float]]:
         """Return name -> what this rank put in, which piece it gets, and the sum over that, NaN where not known."""
-        numbers = iter(self.read())
+        found = self.read()
+        if len(found) != sum(1 + len(term.sums) for term in self.terms) + len(self.before) + len(self.after):
+            return {}  # a backward whose end was not seen
+        numbers = iter(found)
         own: dict[int, PutIn] = {}
         for term in self.terms:
             norm = next(numbers) * term.factor * math.sqrt(term.ranks)
@@ -78,12 +80,12 @@ class ShardSums(Part, key="probe:shard-gradients"):
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
         """Return checksums by slot, whose sums over all ranks agree."""
-        if not record.checked or record.sharding is None or not self.terms or self.is_partial:
+        if not record.checked or record.sharding is None or self.is_partial or not (table := self.table(record)):
             return {"flags": self.flags}
         holders = dict(zip(record.names, record.sharding.holders, strict=True))
         slots = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
         local, norms, reduced = (list[list[float]]([] for _ in range(CHECKSUM_SLOTS)) for _ in range(3))
-        for name, (own, place, got) in self.table(record).items():
+        for name, (own, place, got) in table.items():
             weights = _weights(len(own.sums))
             local[slots[name]] += [weight * part for weight, part in zip(weights, own.sums, strict=True)]
             norms[slots[name]].append(own.norm)
@@ -98,8 +100,8 @@ class ShardSums(Part, key="probe:shard-gradients"):
         """Keep numbers."""
         numbers = self.read()
         self.read = lambda: numbers
-        self.terms = [term._replace(norm=_NONE, sums=[_NONE] * len(term.sums)) for term in self.terms]
-        self.before, self.after = dict.fromkeys(self.before, _NONE), dict.fromkeys(self.after, _NONE)
+        self.terms = [term._replace(norm=None, sums=[None] * len(term.sums)) for term in self.terms]
+        self.before, self.after = dict.fromkeys(self.before), dict.fromkeys(self.after)
 
 
 class ShardReductions:
@@ -153,14 +155,20 @@ class ShardReductions:
                     sums.after[key] = gradients.sum_of(internals.held_here(parameter.grad))
         self._parameters.clear()
         of_terms = [scalar for term in sums.terms for scalar in (term.norm, *term.sums)]
-        sums.read = device.numbers([*of_terms, *sums.before.values(), *sums.after.values()])
+        every = [*of_terms, *sums.before.values(), *sums.after.values()]
+        sums.read = device.numbers([scalar for scalar in every if scalar is not None])
 
 
 def _pieces(grad: torch.Tensor, rows: int, number: int) -> list[torch.Tensor]:
     """Return the sums over the piece of each rank; one sum where there are many ranks, or pieces lie otherwise."""
-    if not rows or not 1 < number <= _MOST_PIECES:
+    if not rows or not grad.numel() or not 1 < number <= _MOST_PIECES:
         return [gradients.sum_of(grad)]
-    return [gradients.sum_of(grad[i * rows : (i + 1) * rows]) for i in range(number)]
+    whole = grad.shape[0] // rows  # pieces that are full: their sums are one operation, for a launch costs more
+    sums = gradients.sum_of(grad[: whole * rows].reshape(whole, -1), 1).unbind()
+    return [
+        *map(internals.unlisted, sums),
+        *[gradients.sum_of(grad[i * rows : (i + 1) * rows]) for i in range(whole, number)],
+    ]
 
 
 def _weights(pieces: int) -> list[float]:

@@ -66,7 +66,7 @@ class NotTheMean(Detector):
     Impact: all ranks agree on a wrong update. The usual factor, the world size, acts as a learning rate that is as
     many times too large; a lost share makes some ranks' data count for nothing.
 
-    Diagnosis: `ratio` is found over expected, fitted over all parameters: the world size means that a sum was not
+    Diagnosis: `ratio` is found over expected, fitted over what is off: the world size means that a sum was not
     divided, its inverse that it was divided twice, about (W - 1) / W that one rank's share is missing. Linear checksums
     before and after the reduction are compared with a bound for rounding; approximate hooks (PowerSGD, quantisation)
     are not held to it. Under FSDP2 what all ranks put in is compared with the pieces that they got: the finding names
@@ -135,7 +135,7 @@ class NotTheMean(Detector):
         off = _off(step, checks)
         gross = self._gross(checks, off)
         if gross or (off and step.optimizer in self._doubtful):
-            yield self._report(step, checks, off, _ratio(checks))
+            yield self._report(step, checks, off, _ratio(off))
         if off and not gross:
             self._doubtful.add(step.optimizer)
         else:
