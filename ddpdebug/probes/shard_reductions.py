@@ -166,7 +166,7 @@ def _pieces(grad: torch.Tensor, rows: int, number: int) -> list[torch.Tensor]:
     whole = grad.shape[0] // rows  # pieces that are full: their sums are one operation, for a launch costs more
     sums = gradients.sum_of(grad[: whole * rows].reshape(whole, -1), 1).unbind()
     return [
-        *map(internals.unlisted, sums),
+        *[internals.unlisted(sum_) for sum_ in sums],
         *[gradients.sum_of(grad[i * rows : (i + 1) * rows]) for i in range(whole, number)],
     ]
 
