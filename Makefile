@@ -138,7 +138,7 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 bench-hangs: $(STAMP) ## after how many seconds hangs are found, with and without load (takes long)
 	$(PYTHON) benchmarks/hangs.py --rounds 10
 
-demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (one to two minutes)
+demo: $(STAMP) ## train on 4 CPU ranks, break two things, see them found (about three minutes)
 	$(PYTHON) demo/demo.py
 
 docs: $(STAMP) ## regenerate the reference pages in docs/ (findings, metrics, options, patches, thresholds)

@@ -92,7 +92,7 @@ def timeline(rows: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[
     parts = [_marks(steps, marks, height - _BOTTOM)]
     for i, (name, points) in enumerate(rows.items()):
         y = _TOP + _ROW * i
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 15}" text-anchor="end">{escape(name.replace("_", " "))}</text>')
         known = [(step, value > 0) for step, value in points if math.isfinite(value)]
         for begin, end, differs in _runs(known, steps[1]):
             x, width = _x(begin, steps), max(1.5, _x(end, steps) - _x(begin, steps))
@@ -181,7 +181,7 @@ def _runs(known: Sequence[tuple[int, bool]], last: int) -> list[tuple[int, int, 
 
 def _svg(height: int, parts: Sequence[str], label: str = "") -> str:
     named = f' aria-label="{escape(label)}"' if label else ""
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img"{named}>{"".join(parts)}</svg>'
+    return f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {height}" role="img"{named}>{"".join(parts)}</svg></div>'
 
 
 def _x(step: float, steps: tuple[int, int]) -> float:

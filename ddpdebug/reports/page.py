@@ -53,6 +53,7 @@ dl { display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; } dt { o
 table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1.2rem .15rem 0; \
 overflow-wrap: anywhere; vertical-align: top; }
 code { font-size: .92em; } pre { overflow-x: auto; font-size: .85em; }
+@media (max-width: 44rem) { .wide { overflow-x: auto; } .wide svg { min-width: 34rem; font-size: 13px; } }
 @media print { article { break-inside: avoid; } }
 """
 

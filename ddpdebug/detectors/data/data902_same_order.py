@@ -27,7 +27,7 @@ _RESUMED: Fields = {
 }
 _NUMBERS: Fields = {
     "title": "every epoch draws the same random numbers",
-    "phase": "numbers",
+    "phase": "random numbers",
     "subject": ("random numbers",),
     "causes": (
         "an evaluation or a function that draws samples calls `manual_seed`, and training goes on from there",

@@ -22,7 +22,7 @@ _COLLECTED: Fields = {
 _BESIDE: dict[str, Fields] = {
     "stays": {
         "title": "a model beside the trained one runs in train mode, and nobody changes it",
-        "phase": "stays",
+        "phase": "train mode",
         "causes": (
             "a teacher, reference, reward or feature model that was made, or copied from one, in train mode",
             "`requires_grad_(False)` and `no_grad()` were thought to be enough",
@@ -32,7 +32,7 @@ _BESIDE: dict[str, Fields] = {
     },
     "follows": {
         "title": "an average of the weights is evaluated with statistics that do not follow",
-        "phase": "follows",
+        "phase": "statistics",
         "causes": (
             "the average is taken of `parameters()` alone: BatchNorm's running statistics are buffers",
             "`update_bn` was not called on the average before it is evaluated",

@@ -25,7 +25,7 @@ _OTHERS: dict[str | None, Fields] = {
     "nothing": {
         "severity": Severity.WARNING,
         "title": "what is clipped has no gradients: the step sees them as they came",
-        "phase": "nothing",
+        "phase": "no gradients",
         "causes": (
             "`params = model.parameters()` is a generator, and the optimizer or the first clipping has used it up",
             "a list of another model's parameters, or of those that were replaced (a new head, a load by assignment)",
@@ -35,7 +35,7 @@ _OTHERS: dict[str | None, Fields] = {
     "step": {
         "severity": Severity.WARNING,
         "title": "a step uses gradients that still carry the loss scale",
-        "phase": "step",
+        "phase": "still scaled",
         "causes": (
             "`optimizer.step()` instead of `scaler.step(optimizer)`: nothing unscales, or looks for infinities",
             "the gradients are unscaled by hand, after the look at them",
