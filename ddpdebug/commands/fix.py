@@ -22,7 +22,7 @@ from ddpdebug.errors import UsageError
 from ddpdebug.redaction import HIDDEN
 from ddpdebug.run_directory.reader import read_findings, read_outcomes, read_run
 from ddpdebug.schema.finding import Finding
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.text import clean, counted
 
 _TEXT = """Print the change of the source that ends what was found in the run in RUN_DIR, as a diff for `git apply`.
 
@@ -184,7 +184,7 @@ def _proof(run: Mapping[str, Any], diff: _Diff, steps: int) -> tuple[bool, str]:
         before, found_before = _check(Path(folder) / "before", line)
         (copy / diff.file.relative_to(script.parent)).write_bytes(diff.source.changed().encode())
         after, found_after = _check(Path(folder) / "after", line)
-    code, checked = diff.finding.code, f"in {steps} steps of {ranks} ranks"
+    code, checked = diff.finding.code, f"in {counted(steps, 'step')} of {counted(ranks, 'rank')}"
     if code not in found_before:
         return False, f"not proved: the check of a copy does not find it {checked}; its verdict is {before}"
     new = [found for found, grave in found_after.items() if grave and found not in found_before]

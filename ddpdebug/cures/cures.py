@@ -7,6 +7,7 @@ nothing is known of. It never guesses.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -171,6 +172,15 @@ def _divide(case: Case) -> None:
     source.replace(call.func.value, f"({source.words(call.func.value)} / {parts})")
 
 
+def _update_scale(case: Case) -> None:
+    """Update the loss scale after each step."""
+    source = case.source
+    name, scaler, step = _step(source, case.statement)
+    if not scaler or any(words == f"{scaler}.update" for words, _ in source.calls()):
+        raise CannotError(f"no GradScaler steps {name} without an update")
+    source.insert(f"{scaler}.update()", after=step)
+
+
 def _train_again(case: Case) -> None:
     """Put the model into train mode before the forward that trains."""
     source = case.source
@@ -233,8 +243,86 @@ def _detach(case: Case) -> None:
         raise CannotError(f"no line shows how {holder or 'the holder'} comes to keep graphs")
     if not isinstance(kept, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp | ast.IfExp):
         raise CannotError("what is kept is not a tensor by name")
-    text = source.words(kept)
-    source.replace(kept, f"({text}).detach()" if isinstance(kept, ast.BinOp | ast.IfExp) else f"{text}.detach()")
+    source.replace(kept, f"{_operand(source, kept)}.detach()")
+
+
+def _same_shape(case: Case) -> None:
+    """Take away the last dimension, of size 1, that makes prediction and target broadcast."""
+    source = case.source
+    found = [call for _, call in source.calls(case.statement) if len(call.args) > 1]
+    call = _only(found, "calls with a prediction and a target on this line")
+    wide = call.args[0 if len(case.finding.evidence.get("prediction") or ()) > 1 else 1]
+    source.replace(wide, f"{_operand(source, wide)}.squeeze(-1)")
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _register(case: Case) -> None:
+    """Register the modules: a `ModuleList` or `ModuleDict` holds them, no longer a plain list or dict."""
+    source = case.source
+    name = _last((case.finding.subject or ("",))[0].partition("[")[0])
+    found = [
+        n for n in ast.walk(source.tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == f"self.{name}"
+    ]
+    if not name.isidentifier() or len(found) != 1:
+        raise CannotError("no one line gives the modules to an attribute of the model")
+    value = held = found[0].value
+    if isinstance(value, ast.Name):
+        made = [
+            n.value for n in ast.walk(source.scope(found[0])) if isinstance(n, ast.Assign) and _is_named(n, value.id)
+        ]
+        held = made[0] if len(made) == 1 else value
+    kinds = {ast.List: "ModuleList", ast.ListComp: "ModuleList", ast.Dict: "ModuleDict", ast.DictComp: "ModuleDict"}
+    if type(held) not in kinds:
+        raise CannotError(f"what self.{name} is given is no list and no dict")
+    source.replace(value, f"{_nn(source)}.{kinds[type(held)]}({source.words(value)})")
+
+
+def _inside(case: Case) -> None:
+    """Ask the model inside of the wrapper."""
+    source = case.source
+    asked = re.search(r"has no attribute '(\w+)'", str(case.finding.evidence.get("error")))
+    name = asked[1] if asked else ""
+    found = [n for n in ast.walk(case.statement) if isinstance(n, ast.Attribute) and n.attr == name]
+    if len(found) != 1:
+        raise CannotError("no one place on this line asks for it")
+    if any(call.func is found[0] for _, call in source.calls(case.statement)):
+        raise CannotError(
+            f"{name}() may use parameters: it must be part of the forward, or its gradients are not reduced"
+        )
+    source.replace(found[0].value, f"{source.words(found[0].value)}.module")
+
+
+def _without_prefix(case: Case) -> None:
+    """Load the checkpoint by the names that the model has."""
+    source = case.source
+    calls = [call for words, call in source.calls(case.statement) if _last(words) == "load_state_dict"]
+    call = _only(calls, "calls of load_state_dict on this line")
+    keys = dict(
+        re.findall(r'(Missing|Unexpected) key\(s\)[^"]*"(module|_orig_mod)\.', str(case.finding.evidence.get("error")))
+    )
+    state = call.args[0] if call.args else None
+    if keys.get("Missing") == "module" and isinstance(call.func, ast.Attribute):
+        source.replace(call.func.value, f"{source.words(call.func.value)}.module")
+    elif "Unexpected" in keys and isinstance(state, ast.Name | ast.Attribute | ast.Subscript):
+        _need_torch(source)
+        strip = "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present"
+        source.insert(f'{strip}({source.words(state)}, "{keys["Unexpected"]}.")', before=case.statement)
+    else:
+        raise CannotError("what is loaded has no name, or the names of both are not known")
+
+
+def _no_devices(case: Case) -> None:
+    """Wrap the model, which lies on the CPU, without the numbers of GPUs."""
+    if "device(type='cpu')" not in str(case.finding.evidence.get("error")):
+        raise CannotError("the model lies on several devices")
+    call = _wrapper(case.source)
+    given = [name for name in ("device_ids", "output_device") if _keyword(call, name)]
+    if not given:
+        raise CannotError("the wrapper is given no devices by name")
+    for name in given:
+        case.source.remove_keyword(call, name)
 
 
 # --- the ranks --------------------------------------------------------------------------------------------------------
@@ -274,6 +362,16 @@ def _set_epoch(case: Case) -> None:
     if len(loops) != 1 or not found or found[0][1] == "_":
         raise CannotError(f"no loop over epochs around one loop over {loader} has a name for the epoch")
     source.insert(f"{name}.set_epoch({found[0][1]})", before=found[0][0])
+
+
+def _whole_batches(case: Case) -> None:
+    """Leave the last batch of an epoch out, which may hold one sample."""
+    source = case.source
+    loaders = [call for words, call in source.calls() if _last(words) == "DataLoader"]
+    call = _only(loaders, "loaders")
+    if {keyword.arg for keyword in call.keywords} & {"drop_last", "batch_sampler", None}:
+        raise CannotError("the loader says already what becomes of the last batch")
+    source.add_keyword(call, "drop_last=True")
 
 
 def _broadcast(case: Case) -> None:
@@ -319,6 +417,28 @@ def _name_of(source: Source, call: ast.Call) -> str:
     raise CannotError(f"what {ast.unparse(call.func)}(...) makes has no name")
 
 
+def _is_named(statement: ast.Assign, name: str) -> bool:
+    return [ast.unparse(target) for target in statement.targets] == [name]
+
+
+def _nn(source: Source) -> str:
+    """Return by what name the file knows `torch.nn`."""
+    for node in source.tree.body:
+        names = node.names if isinstance(node, ast.Import | ast.ImportFrom) else ()
+        whence = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for each in names:
+            if f"{whence}{each.name}" == "torch.nn" and (each.asname or whence):
+                return each.asname or each.name
+    _need_torch(source)
+    return "torch.nn"
+
+
+def _operand(source: Source, node: ast.expr) -> str:
+    """Return an expression's text, in brackets where a method of it would bind closer than what is in it."""
+    text = source.words(node)
+    return text if isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call) else f"({text})"
+
+
 def _keyword(call: ast.Call, name: str) -> str:
     return next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == name), "")
 
@@ -331,6 +451,11 @@ CURES: dict[str, Cure] = {
     "DATA901": _own_share,
     "DATA902": _set_epoch,
     "FAIL1001": _find_unused,
+    "FAIL1016": _no_devices,
+    "FAIL1030": _without_prefix,
+    "FAIL1034": _update_scale,
+    "FAIL1043": _inside,
+    "FAIL1044": _whole_batches,
     "MEM403": _detach,
     "RANK102": _broadcast,
     "RANK110": _seed,
@@ -341,10 +466,14 @@ CURES: dict[str, Cure] = {
     "RCP809": _divide,
     "RCP813": _unscale,
     "RCP816": _clear_later,
+    "RCP817": _register,
+    "RCP819": _same_shape,
     "SYNC202": _through_wrapper,
 }
 #: Codes whose cure stands elsewhere than at the finding's line: in the file of the script, where one place fits.
-ELSEWHERE = frozenset({"DATA901", "DATA902", "FAIL1001", "RANK102", "RANK110", "RCP802"})
+ELSEWHERE = frozenset(
+    {"DATA901", "DATA902", "FAIL1001", "FAIL1016", "FAIL1044", "RANK102", "RANK110", "RCP802", "RCP817"}
+)
 
 
 def cure(data: bytes, finding: Finding, line: int | None) -> tuple[Source, str]:

@@ -113,6 +113,8 @@ def _program(*words: str) -> subprocess.CompletedProcess[str]:
         pytest.param("rcp808_zero_grad_missing", "RCP808", 6, 2, marks=pytest.mark.thorough),
         pytest.param("sync207_parameter_unused_on_one_rank", "FAIL1001", 60, 2, marks=pytest.mark.thorough),
         pytest.param("data902_set_epoch_missing", "DATA902", 60, 2, marks=pytest.mark.thorough),
+        pytest.param("rcp817_layers_in_a_plain_list", "RCP817", 12, 2, marks=pytest.mark.thorough),
+        pytest.param("rcp819_regression_head_keeps_its_dimension", "RCP819", 6, 2, marks=pytest.mark.thorough),
     ],
 )
 def test_a_cure_is_proved(name: str, code: str, steps: int, ranks: int, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def _cured(text: str, code: str, line: int | None, subject: tuple[str, ...] = ()
         ("rcp802_softmax_in_the_model", "RCP802", "criterion(model(x), y)", {"applied_before": "softmax"}),
         ("rcp802_softmax_and_soft_targets", "RCP802", "F.cross_entropy(", {"applied_before": "softmax"}),
         ("rcp809_window_not_divided", "RCP809", ".backward()", {"micro_batches": 6}),
+        ("rcp817_layers_in_a_plain_list", "RCP817", None, {}),
     ],
 )
 def test_the_faulty_script_becomes_its_clean_twin(
@@ -40,7 +41,7 @@ def test_the_faulty_script_becomes_its_clean_twin(
 ) -> None:
     """The change is exactly the difference of the two."""
     faulty = twin(name, fault=True)
-    fixed = _cured(faulty, code, None if words is None else line_of(faulty, words), **more)
+    fixed = _cured(faulty, code, None if words is None else line_of(faulty, words), ("blocks[0]",), **more)
     clean = twin(name, fault=False).replace("/ WINDOW", "/ 6")  # what the run has counted stands in the change
     assert ast.dump(ast.parse(fixed)) == ast.dump(ast.parse(clean))
 
@@ -84,6 +85,37 @@ def test_the_lines_that_change(
     assert about.endswith(".")
 
 
+_KEYS = 'Missing key(s) in state_dict: "{}fc.weight". Unexpected key(s) in state_dict: "{}fc.weight".'
+
+
+@pytest.mark.parametrize(
+    "code, before, after, evidence",
+    [
+        ("FAIL1016", "m = DDP(net, device_ids=[0])", "m = DDP(net)", {"error": "parameters {device(type='cpu')}"}),
+        (
+            *("FAIL1030", "import torch\nnet.load_state_dict(saved)"),
+            (
+                'import torch\ntorch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")\n'
+                "net.load_state_dict(saved)"
+            ),
+            {"error": _KEYS.format("", "module.")},
+        ),
+        (
+            *("FAIL1030", "m.load_state_dict(torch.load(f))", "m.module.load_state_dict(torch.load(f))"),
+            {"error": _KEYS.format("module.", "")},
+        ),
+        ("FAIL1034", "scaler.step(opt)", "scaler.step(opt)\nscaler.update()", {}),
+        ("FAIL1043", "w = self.net.width + 1", "w = self.net.module.width + 1", {"error": "has no attribute 'width'"}),
+        ("FAIL1044", "d = DataLoader(data, 4)", "d = DataLoader(data, 4, drop_last=True)", {}),
+        ("RCP819", "l = mse(f(x), y)", "l = mse(f(x).squeeze(-1), y)", {"prediction": [4, 1]}),
+        ("RCP819", "l = mse(f(x), a + b)", "l = mse(f(x), (a + b).squeeze(-1))", {"prediction": [4]}),
+    ],
+)
+def test_the_line_that_comes_of_it(code: str, before: str, after: str, evidence: dict[str, Any]) -> None:
+    """Whole files of a line or two."""
+    assert _cured(before + "\n", code, before.count("\n") + 1, **evidence) == after + "\n"
+
+
 def test_the_wrapper_is_called() -> None:
     """The model inside of it is no longer called past it."""
     text = "loss = f(ddp.module(x), y)\nloss.backward()\n"
@@ -108,12 +140,18 @@ _LOOP = "for x in data:\n    loss = model(x)\n    loss.backward()\n    {}\n"
         ("m = DDP(a, broadcast_buffers=flag)\n", "RANK102", None, "no wrappers with broadcast_buffers=False"),
         ("def broken(:\n", "RCP808", 1, "no Python"),
         ("x = 1\n", "RANK101", 1, "no mechanical cure"),
+        ("self.losses = make()\n", "RCP817", None, "no list and no dict"),
+        ("scaler.step(opt); scaler.update()\n", "FAIL1034", 1, "without an update"),
+        ("m.losses(x)\n", "FAIL1043", 1, "part of the forward"),
+        ("m = DDP(a, device_ids=[0])\n", "FAIL1016", None, "several devices"),
+        ("d = DataLoader(a, drop_last=False)\n", "FAIL1044", None, "says already"),
+        ("m.load_state_dict(s)\n", "FAIL1030", 1, "not known"),
     ],
 )
 def test_what_leaves_a_choice_is_refused(text: str, code: str, line: int | None, said: str) -> None:
     """With the reason."""
     with pytest.raises(CannotError, match=said):
-        _cured(text, code, line, ("losses",), applied_before="softmax")
+        _cured(text, code, line, ("losses",), applied_before="softmax", error="has no attribute 'losses'")
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
