@@ -2,8 +2,9 @@
 
 A family of scripts has two files in `recorded/`: `<family>.jsonl.xz`, first the fields of a row, then a line for each
 run, and `<family>.rows.xz`, the rows of these runs, a column behind the other. Times are kept to a microsecond, as
-nanoseconds are noise that cannot be packed; all else is kept as it was. A field that rows have today and a recording
-lacks is not known there, as it is where nobody has measured it.
+nanoseconds are noise that cannot be packed, and digests, which rules compare and nothing else, by the order in which
+the run shows them first; all else is kept as it was. A field that rows have today and a recording lacks is not known
+there, as it is where nobody has measured it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def record(directory: Path, script: Path, *, fault: bool, findings: Iterable[Fin
     rows = [decode(data, at) for at in range(0, len(data) - ROW_BYTES + 1, ROW_BYTES)]
     found = [Finding.from_json(json.dumps(line)) for line in told["findings"]]
     return Recording(
-        script.stem, fault, source_of(script), told["run"], told["observations"], _rounded(rows), found
+        script.stem, fault, source_of(script), told["run"], told["observations"], _settled(rows), found
     )  # fmt: skip
 
 
@@ -181,10 +182,18 @@ def _read_family(file: Path) -> list[Recording]:
     return found
 
 
-def _rounded(rows: list[Row]) -> list[Row]:
-    """Return rows as they come back from the archive."""
+def _settled(rows: list[Row]) -> list[Row]:
+    """Return the rows of a run as they come back from the archive."""
     seconds = [field for field in Row._fields if field.endswith("_seconds")]
-    return [row._replace(**{field: _back(_units(getattr(row, field))) for field in seconds}) for row in rows]
+    digests = [field for field in Row._fields if field.endswith("_digest")]
+    numbers = {0: 0}
+    return [
+        row._replace(
+            **{field: _back(_units(getattr(row, field))) for field in seconds},
+            **{field: numbers.setdefault(getattr(row, field), len(numbers)) for field in digests},
+        )
+        for row in rows
+    ]
 
 
 def _packed(field: str, kind: str, values: list[Any]) -> bytes:

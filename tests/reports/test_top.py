@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ddpdebug.commands import main
 from ddpdebug.reports.top.snapshot import RankView, Snapshot, from_directory, from_url
-from ddpdebug.reports.top.view import sparkline, view
+from ddpdebug.reports.top.view import phase_bar, sparkline, view
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
@@ -99,39 +99,11 @@ def test_own_time_waiting_and_cost_fit_into_80_columns(directory: Path) -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     (head,) = (line for line in lines if line.startswith("rank ") and "own" in line)
-    assert head.split() == ["rank", "step", "loss", "norm", "time", "own", "wait", "cost", "host", "state"]
+    assert head.split() == ["rank", "step", "loss", "norm", "time", "own", "phases", "cost", "host", "state"]
     found = {line.split()[0]: line for line in lines if line.strip()[:1].isdecimal()}
-    assert found["2"].split("GiB")[0].split() == [
-        "2",
-        "4",
-        "4",
-        "1.5",
-        "0.2",
-        "s",
-        "0.19",
-        "s",
-        "10",
-        "ms",
-        "30",
-        "%",
-        "2",
-    ]
+    assert found["2"].split("GiB")[0].split() == "2 4 4 1.5 0.2 s 0.19 s fb...... 30 % 2".split()
     assert found["2"].rstrip().endswith("outvoted: parameters")
-    assert found["0"].split("GiB")[0].split() == [
-        "0",
-        "4",
-        "2",
-        "1.5",
-        "0.2",
-        "s",
-        "0.13",
-        "s",
-        "70",
-        "ms",
-        "0",
-        "%",
-        "2",
-    ]
+    assert found["0"].split("GiB")[0].split() == "0 4 2 1.5 0.2 s 0.13 s fb...www 0 % 2".split()
 
 
 def test_the_endpoints_say_the_same() -> None:
@@ -299,6 +271,8 @@ def test_the_first_step_is_no_step_of_the_mean(tmp_path: Path) -> None:
             ranks = found.ranks[:2]
             assert [rank.own_seconds for rank in ranks] == pytest.approx([0.2, 0.3])
             assert [rank.wait_seconds for rank in ranks] == pytest.approx([0.3, 0.2])
+            assert [sum(rank.phases.values()) for rank in ranks] == pytest.approx([0.2, 0.3])
+            assert [phase_bar(rank).plain for rank in ranks] == ["...wwwww", ".....www"]
             assert [rank.cost for rank in ranks] == pytest.approx([0.0, 0.2])
             assert found.straggler == (1, pytest.approx(0.2))
     finally:

@@ -48,6 +48,7 @@ class RankView:
     mean_seconds: float = math.nan  # of the steps that `own_seconds` is the mean of
     own_seconds: float = math.nan  # of these, what it did not wait for others
     wait_seconds: float = math.nan  # ... and what it did
+    phases: Mapping[str, float] = field(default_factory=dict)  # phase -> its part of `own_seconds`
     cost: float = math.nan  # share of the time of the run's steps that they would have been shorter without it
     last: float = math.nan  # share of the steps in which it was the slowest
     host: float = math.nan
@@ -143,6 +144,7 @@ def from_directory(directory: Path) -> Snapshot:
             view.own_seconds = fmean(row.own_seconds for row in own)
             view.mean_seconds = fmean(row.step_seconds for row in own)
             view.wait_seconds = view.mean_seconds - view.own_seconds
+            view.phases = {phase: fmean(row.own_phases[phase] for row in own) for phase in pace.PHASES}
         mean = usual if chosen else view.mean_seconds
         if (known := costs.get(rank)) and mean > 0:
             count = paced if chosen else len(known)  # where its row is not here it was not the last
@@ -305,6 +307,7 @@ class _Gathered:
         self.differing: dict[str, int] = {}
         self.incidents: dict[tuple[str, str, str], float] = {}
         self.sums: dict[tuple[int, str], float] = {}  # over other labels
+        self.phases: dict[int, dict[str, float]] = {}
         self.world, self.overhead = 0, math.nan
         self.off: set[str] = set()
         self.waiting: dict[str, Any] = {}
@@ -330,6 +333,8 @@ class _Gathered:
                 self.incidents[labels.get("code", ""), labels.get("severity", ""), told] = value
             case _ if name in _SUMMED:
                 self.sums[rank, name] = self.sums.get((rank, name), 0.0) + value
+                if phase := labels.get("phase"):
+                    self.phases.setdefault(rank, {})[phase] = value
             case _ if name in _OF_A_RANK:
                 _heed(self.views.setdefault(rank, RankView(rank=rank)), name, labels, value)
 
@@ -341,6 +346,7 @@ class _Gathered:
             count, seconds, own, wait, cost = (self.sums.get((rank, name), math.nan) for name in _SUMMED)
             count = count or math.nan
             view.step_seconds = view.mean_seconds = seconds / count
+            view.phases = {phase: value / count for phase, value in self.phases.get(rank, {}).items()}
             view.own_seconds, view.wait_seconds, view.cost = own / count, wait / count, cost / (longest or math.nan)
         return Snapshot(
             title=title,

@@ -18,6 +18,16 @@ _STALE_SECONDS = 120
 _SLOW = 0.1
 _LASTS = 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
+#: Cells of the bar of a rank's step; of each phase the letter, and how it looks.
+_CELLS = 8
+_LOOK = {
+    "data": ("d", "black on yellow"),
+    "forward": ("f", "black on cyan"),
+    "backward": ("b", "white on blue"),
+    "optimizer": ("o", "white on magenta"),
+    "other": (".", "dim"),
+    "wait": ("w", "dim reverse"),
+}
 
 
 def view(snapshot: Snapshot, height: int) -> RenderableType:
@@ -55,8 +65,9 @@ def view(snapshot: Snapshot, height: int) -> RenderableType:
 COLUMNS = """\
 step  newest optimizer step       time  of a step, and of that:
 loss  of that step                own   without waiting for other ranks
-norm  of its gradients            wait  waiting for other ranks
-host  memory of the process       cost  what steps would be shorter without it
+norm  of its gradients            cost  what steps would be shorter without it
+host  memory of the process       phases  data, forward, backward, optimizer,
+                                        . other, waiting for other ranks
 """
 
 
@@ -68,6 +79,18 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(
         _BLOCKS[int((value / 2 - low / 2) / span * (len(_BLOCKS) - 1)) if span > 0 else 0] for value in shown
     )
+
+
+def phase_bar(rank: RankView) -> Text:
+    """Return a rank's steps as a bar, one letter for each eighth of their time; empty where that is not known."""
+    parts = {**rank.phases, "wait": rank.wait_seconds}
+    whole = sum(parts.values())
+    bar, until = Text(), 0.0
+    for phase, seconds in parts.items() if whole > 0 else ():
+        letter, style = _LOOK.get(phase, _LOOK["other"])
+        until += seconds
+        bar.append(letter * (round(_CELLS * until / whole) - len(bar)), style)
+    return bar
 
 
 def _health(rank: RankView) -> tuple[int, float, int]:
@@ -113,7 +136,7 @@ def _tile(good: str, bad: str, fine: bool, *, known: bool = True) -> tuple[str, 
 def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     device = any(rank.device > 0 for rank in snapshot.ranks)
-    names = ["rank", "step", "loss", "norm", "time", "own", "wait", "cost", "host", *(["device"] if device else [])]
+    names = ["rank", "step", "loss", "norm", "time", "own", "phases", "cost", "host", *(["device"] if device else [])]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state")
@@ -127,7 +150,7 @@ def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
             _number(rank.norm),
             _seconds(rank.step_seconds),
             Text(_seconds(rank.own_seconds), _WARN if late else ""),
-            _seconds(rank.wait_seconds),
+            phase_bar(rank),
             Text(_share(rank.cost), _WARN if rank.cost >= _SLOW else ""),
             _bytes(rank.host),
             *([_bytes(rank.device)] if device else []),
