@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ddpdebug.reports.html import duration
 from ddpdebug.reports.top.snapshot import RankView, Snapshot
 from ddpdebug.schema.ended import parse_end
 from ddpdebug.sinks.text import clean, number, percent
@@ -183,9 +184,7 @@ def _number(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    if math.isnan(value):
-        return "?"
-    return f"{number(1000 * value, 3)} ms" if value < 0.1 else f"{number(value, 3)} s"
+    return duration(value) or "?"
 
 
 def _bytes(value: float) -> str:
