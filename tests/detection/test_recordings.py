@@ -40,16 +40,21 @@ _SEEDED = (
 
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_recordings_are_judged_as_their_runs_were(family: str) -> None:
-    """By the rules of today; where a rule was changed on purpose, `score.py --recorded --accept` says so."""
+    """By the rules of today, and rightly; where a rule was changed on purpose, `--recorded --accept` says so."""
     found = [one for one in recorded_runs.read(recorded_runs.FOLDER, family, _CORPUS) if not one.stale]
     assert found, "no run of this family has a recording of today: make recordings"
-    otherwise = {
-        one.name: (before, now)
-        for one in found
-        if (before := [*map(recorded_runs.decided, one.findings)])
-        != (now := [*map(recorded_runs.decided, recorded_runs.judge(one))])
-    }
+    otherwise, wrong = {}, {}
+    for one in found:
+        findings = recorded_runs.judge(one)
+        before, now = ([*map(recorded_runs.decided, judged)] for judged in (one.findings, findings))
+        if before != now:
+            otherwise[one.name] = (before, now)
+        result = score.Result(score.load(_CORPUS / f"{one.script}.py"), one.fault, findings, seconds=0.0)
+        result.judge()
+        if result.problems:
+            wrong[one.name] = result.problems
     assert otherwise == {}
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("name", _SEEDED)
