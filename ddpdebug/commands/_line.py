@@ -29,7 +29,6 @@ COMMANDS = (
     "top",
     "stacks",
     "dashboards",
-    "annotations",
     "hub",
     "mcp",
     "doctor",

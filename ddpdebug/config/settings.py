@@ -130,12 +130,6 @@ class Config:
         kinds.WEB_ADDRESS,
         "Also push each rank's final metrics to the Pushgateway at this address, where no process outlives a job.",
     )
-    grafana_url: str | None = _option(
-        None,
-        kinds.text("an address"),
-        "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
-    )
-    grafana_token_file: Path | None = _option(None, kinds.EXISTING_FILE, "Read Grafana's token from this file instead.")
     hub: str | None = _option(
         None,
         kinds.WEB_ADDRESS,

@@ -46,7 +46,6 @@ _TESTED_TORCH, _TESTED_PYTHONS = "2.13", ((3, 11), (3, 14))
 EXTRAS = {
     "hub": (("starlette", "uvicorn", "sqlalchemy", "jinja2"), "ddpdebug hub, one page for all runs of a team"),
     "hub-postgres": (("psycopg",), "a hub that keeps its runs in Postgres"),
-    "grafana": (("grafana_api",), "annotations in Grafana"),
     "plots": (("matplotlib",), "the plots of the preflight as files"),
     "mcp": (("mcp",), "answers to programs that ask about runs"),
 }

@@ -21,7 +21,6 @@ from ddpdebug.errors import text_of
 from ddpdebug.monitor.served import Host, Served, serving_of, settings_of
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
 from ddpdebug.schema.announcements import Device
 from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink, Trouble
@@ -78,8 +77,6 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
         sinks += more
     elif served is not None:
         served.close()
-    if rank == 0 and config.grafana_url is not None:
-        sinks.append(_annotations(config.grafana_url, config.grafana_token_file, home, disk, fanout.write))
     if rank == 0 and pusher is not None:
         from ddpdebug.sinks.hub import HubSink  # noqa: PLC0415 - a rank loads what it uses
 
@@ -136,16 +133,6 @@ def _metrics(config: Config, rank: int, local_rank: int) -> tuple[str | None, li
     where = config.metrics_host, config.metrics_port
     prometheus = PrometheusSink(rank, *where, mode=config.metrics, local_rank=local_rank, serving=serving)
     return prometheus.url, [prometheus] if discovery is None else [prometheus, discovery]
-
-
-def _annotations(
-    address: str, token_file: Path | None, home: Path, disk: Disk, tell: Callable[[Trouble], None]
-) -> Sink:
-    from ddpdebug.grafana.annotations import Annotations  # noqa: PLC0415 - a rank loads what it uses
-    from ddpdebug.grafana.client import Grafana, read_token  # noqa: PLC0415
-
-    connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
-    return Annotations(connect, home / ANNOTATIONS, disk=disk, tell=tell)
 
 
 class _HangsOnly:
