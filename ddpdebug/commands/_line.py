@@ -17,7 +17,6 @@ COMMANDS = (
     "check",
     "preflight",
     "verdict",
-    "bisect",
     "equivalence",
     "explain",
     "facts",

@@ -46,7 +46,6 @@ _TESTED_TORCH, _TESTED_PYTHONS = "2.13", ((3, 11), (3, 14))
 EXTRAS = {
     "hub": (("starlette", "uvicorn", "sqlalchemy", "jinja2"), "ddpdebug hub, one page for all runs of a team"),
     "hub-postgres": (("psycopg",), "a hub that keeps its runs in Postgres"),
-    "plots": (("matplotlib",), "the plots of the preflight as files"),
     "mcp": (("mcp",), "answers to programs that ask about runs"),
 }
 #: What jobs have failed for want of, elsewhere: files for sockets and workers, memory for the batches of workers.

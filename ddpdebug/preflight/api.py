@@ -113,7 +113,6 @@ def subject_of(
         optimizer_for=None if optimizer is None else optimizer_maker(optimizer, names),
         batches=own,
         val_batches=validation,
-        make_batches=(lambda: iter(loader_twin(batches))) if hasattr(batches, "__len__") else None,
         samples=Samples(),
         settings=settings,
         facts={"holdings": held},

@@ -98,7 +98,6 @@ def test_what_the_machine_offers(
     assert told["python"] == "3.9 to 3.10 were tried, this one was not"
     assert "this one is another" in told["torch"]
     assert told["[hub]"].startswith("not here: uvicorn; `pip install 'ddpdebug[hub]'` adds ")
-    assert told["[plots]"].startswith("installed: ")
     assert told["open files"].startswith("256 for each process, no limit at most; ")
     assert "--shm-size" in told["shared memory"]
     monkeypatch.setattr(doctor, "_SHARED", tmp_path / "no")

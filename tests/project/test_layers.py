@@ -82,7 +82,6 @@ _PURE = (
     "grafana.client",
     "preflight.output.axes",
     "preflight.output.svg",
-    "preflight.output.figures",
     "preflight.output.files",
     "preflight.output.page",
     "preflight.output.results",

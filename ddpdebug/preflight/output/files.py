@@ -1,4 +1,4 @@
-"""Writes what the preflight found: preflight.json, junit.xml, preflight.html, and with matplotlib the plots as files.
+"""Writes what the preflight found: preflight.json, junit.xml and preflight.html.
 
 `to_json`, `to_junit` are pure; `write` is the only one that touches the disk.
 """
@@ -15,7 +15,6 @@ from xml.etree import ElementTree as ET
 
 from ddpdebug.ci.json_junit import EPOCH, add_property, add_suite, document, new_case, xml_text
 from ddpdebug.clock import time
-from ddpdebug.preflight.output.figures import save_figures
 from ddpdebug.preflight.output.page import page
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.schema.finding import strict
@@ -39,7 +38,7 @@ def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
         file = directory / name
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
         written.append(file)
-    return written + save_figures(checks, directory / "plots")
+    return written
 
 
 def to_json(checks: Sequence[Check], title: str) -> str:

@@ -22,7 +22,6 @@ GROUPS = {
     "overfit": "overfit",
     "learning rate": "lr_finder",
     "determinism": "determinism",
-    "throughput": "throughput",
 }
 
 
