@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from ddpdebug.ci.golden import Comparison
 from ddpdebug.ci.selftest import Proof
 from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
@@ -26,7 +25,6 @@ class Word(Enum):
     UNCHECKED = "not checked"
     FINDINGS = "findings"
     MISSED = "known faults missed"
-    DEPARTED = "left the recorded path"
     FAILED = "script failed"
     HANG = "hang"
     LOST = "lost rank"
@@ -35,7 +33,7 @@ class Word(Enum):
     @property
     def exit_code(self) -> int:
         """The exit code of the command (2 is wrong usage)."""
-        if self in {Word.FINDINGS, Word.MISSED, Word.DEPARTED}:
+        if self in {Word.FINDINGS, Word.MISSED}:
             return 1
         return {Word.CLEAN: 0, Word.UNCHECKED: 0, Word.FAILED: 3}.get(self, 4)
 
@@ -81,7 +79,6 @@ class Verdict:
         notes: what else a reader should know.
         ignored: the entries of `ignore`, with the number of findings that each has kept silent.
         proofs: what `--self-test` has shown.
-        golden: what came of comparing with a recorded path.
         coverage: what was looked at; None where nothing tells.
         required: with `--require-checks` something that is not checked fails the check.
         alone: there was one rank, and nobody has asked for one.
@@ -97,7 +94,6 @@ class Verdict:
     notes: tuple[str, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
-    golden: Comparison | None = None
     coverage: Coverage | None = None
     required: bool = False
     alone: bool = False

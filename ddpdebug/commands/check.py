@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddpdebug.ci.extra_runs import Golden, follow, golden_of, prove_detectors, record_path
+from ddpdebug.ci.extra_runs import follow, prove_detectors
 from ddpdebug.ci.publish import Witness, findings_of, judge_directory, publish, reported
 from ddpdebug.ci.verdict import Outcome, Verdict, judge
 from ddpdebug.clock import time, utc_now
@@ -19,6 +19,8 @@ from ddpdebug.commands._target import target_command
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
+from ddpdebug.facts.comparison import facts_of
+from ddpdebug.facts.fact import Facts
 from ddpdebug.printing import say
 from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
@@ -48,7 +50,7 @@ not checked is said; with --require-checks it exits with 1.
 
 def _act(request: Request) -> int | Plan:
     config = request.config
-    modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
+    modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "golden") if getattr(config, name)]
     if len(modes) > 1:
         raise UsageError(f"{modes[0]} and {modes[1]} do different things; give one of them")
     if request.in_rank and modes:
@@ -65,7 +67,7 @@ def _from_outside(request: Request) -> int:
         print(error, end="", file=sys.stderr)
         failed = Outcome(rank=0, reason=f"exception: {error.splitlines()[-1]}", exit_code=1)
         return publish(judge((), {0: failed}, world=1), config, None, request.target.name)
-    golden = None if config.golden is None else golden_of(config.golden)  # which may be the run that is put away now
+    golden = None if config.golden is None else facts_of(config.golden)  # which may be the run that is put away now
     directory = _directory(config, run_id)
     try:
         verdict = _verdict(request, directory, run_id, golden)
@@ -76,12 +78,10 @@ def _from_outside(request: Request) -> int:
     return publish(verdict, config, directory, request.target.name)
 
 
-def _verdict(request: Request, directory: Path, run_id: str, golden: Golden | None) -> Verdict:
+def _verdict(request: Request, directory: Path, run_id: str, golden: Facts | None) -> Verdict:
     config = request.config
     if config.self_test:
         return prove_detectors(request, directory, run_ranks)
-    if config.record is not None:
-        return record_path(request, directory, run_ranks)
     if golden is not None:
         return follow(request, directory, golden, run_ranks)
     witness = run_ranks(request, directory, run_id)

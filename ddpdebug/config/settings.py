@@ -21,7 +21,7 @@ ENVIRONMENT_PREFIX = "DDPDEBUG_"
 INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
-        *("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "LAUNCHED"),
+        *("RUN_ID", "DEADLINE", "FAULT", "LAUNCHED"),
         *("REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES", "REQUIRE_TRITON", "REQUIRE_GPU"),
     )
 )
@@ -260,17 +260,11 @@ class Config:
         "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
         commands=("check",),
     )
-    record: Path | None = _option(
-        None,
-        kinds.FILE,
-        "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
-        commands=("check",),
-    )
     golden: Path | None = _option(
         None,
         kinds.FILE,
-        "Fail where facts of a good run (its directory, or a file of `ddpdebug facts`) do not hold any more, or where "
-        "training leaves the path that --record wrote, and name the first that differs.",
+        "Fail where facts of a good run (its directory, or a file of `ddpdebug facts`) do not hold any more, and name "
+        "the first that differs.",
         commands=("check",),
     )
 

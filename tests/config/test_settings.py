@@ -171,7 +171,6 @@ def test_one_name_everywhere() -> None:
         "codequality",
         "timeout",
         "self_test",
-        "record",
         "golden",
     }
 

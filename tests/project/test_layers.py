@@ -72,7 +72,6 @@ _PURE = (
     "ci.sarif",
     "processes.stacks",
     "ci.selftest",
-    "ci.golden",
     "processes.script",
     "processes.torch_import",
     "processes.supervisor",
