@@ -23,7 +23,6 @@ COMMANDS = (
     "fix",
     "replay",
     "checkpoint",
-    "memory",
     "report",
     "top",
     "stacks",

@@ -25,7 +25,7 @@ from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.hub import derived, queries, schema
 from ddpdebug.hub.auth import COOKIE
-from ddpdebug.hub.groups import differing, holders, shared
+from ddpdebug.hub.groups import differing
 from ddpdebug.hub.states import LIVE, STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import SWATCHES, lines, path, timeline
@@ -75,7 +75,6 @@ class _Pages:
 
     def __init__(self, store: Store) -> None:
         self._store, self._clock = store, store.clock
-        self._facts = queries.KnownFacts()
         self._reporting = Lock()
         self._templates = Environment(
             loader=PackageLoader("ddpdebug.hub"),
@@ -127,7 +126,7 @@ class _Pages:
             ranks = queries.ranks(connection, key)
             listed = queries.document(connection, key, mirror.BUNDLES)
             notes = queries.notes(connection, run=key)
-            facts = self._facts.of(connection, [key]).get(key, {})
+            facts = queries.facts_of(connection, [key]).get(key, {})
             groups = queries.sizes(connection, {one.group for one in found})
             of_groups = queries.notes(connection)
         document = queries.parsed(row.document)
@@ -176,7 +175,7 @@ class _Pages:
         with self._store.read() as connection:
             rows = [self._known(queries.run(connection, key), key) for key in keys]
             curves = [queries.curves(connection, key) for key in keys]
-            facts = self._facts.of(connection, keys)
+            facts = queries.facts_of(connection, keys)
             found = queries.groups_of(connection, keys)
             others, _ = queries.runs(connection, queries.Asked(sort="newest"))
         shown = [self._shown(row) for row in rows]
@@ -210,26 +209,18 @@ class _Pages:
         since = self._clock() - days * _DAY if days else 0.0
         with self._store.read() as connection:
             rows = queries.groups(connection, since)
-            those = queries.members(connection, [row.group for row in rows], since)
-            facts = self._facts.since(connection, since)
             notes = queries.notes(connection)
-        having = holders(facts)
-        shown = [
-            {**self._group(row, notes), "shared": shared(those[row.group] & facts.keys(), having, len(facts))[:1]}
-            for row in rows
-        ]
+        shown = [self._group(row, notes) for row in rows]
         return self._page(request, "groups.html", title="Findings across runs", groups=shown, days=days, spans=_SPANS)
 
     def group(self, request: Request) -> Response:
-        """One kind of finding: the runs that have it, what they have in common, and the runbook."""
+        """One kind of finding: the runs that have it, and the runbook."""
         name = derived.text(request.path_params["group"], _MAX_GROUP)
         with self._store.read() as connection:
             rows = queries.groups(connection, 0.0, group=name)
             if not rows:
                 raise _RefusedError(404, f"no findings {clean(name, 80)}")
             members = queries.in_group(connection, name)
-            keys = queries.members(connection, [name], 0.0)[name]
-            facts = self._facts.since(connection, 0.0)
             notes = queries.notes(connection, group=name)
         shown = [
             {
@@ -239,7 +230,7 @@ class _Pages:
             }
             for row in members
         ]  # fmt: skip
-        told = {**self._group(rows[0], notes), "shared": shared(keys & facts.keys(), holders(facts), len(facts))}
+        told = self._group(rows[0], notes)
         prose = _runbooks().get(rows[0].code)
         return self._page(
             request, "group.html", title=f"{rows[0].code}", group=told, members=shown, notes=notes, runbook=prose

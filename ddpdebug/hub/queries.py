@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, and_, case, distinct, exists, false, func, or_, select, true
@@ -23,8 +22,6 @@ PAGE = 50
 MAX_FINDINGS, MAX_RANKS, MAX_MEMBERS, MAX_GROUPS = 200, 512, 200, 200
 #: So many points has the small curve of a run.
 _SPARK = 64
-#: So many runs are looked at for what some have in common, the newest.
-_MAX_FACTS = 1000
 #: So many ranks have a lane of their own where ranks were outvoted.
 _LANES = 16
 
@@ -220,15 +217,6 @@ def sizes(connection: Connection, names: Iterable[str]) -> dict[str, Row[Any]]:
     return {row.group: row for row in connection.execute(found)}
 
 
-def members(connection: Connection, names: Iterable[str], since: float) -> dict[str, set[str]]:
-    """Return group -> its runs."""
-    found = select(_finding.group, _finding.run).where(_finding.group.in_(list(names)), _finding.first_seen >= since)
-    those: dict[str, set[str]] = {}
-    for group, key in connection.execute(found.distinct()):
-        those.setdefault(group, set()).add(key)
-    return those
-
-
 def in_group(connection: Connection, group: str) -> list[Row[Any]]:
     """Return the findings of a group with their runs, the newest first."""
     when = func.coalesce(_finding.time, _finding.first_seen).label("raised")
@@ -258,27 +246,7 @@ def notes(connection: Connection, *, run: str | None = None, group: str | None =
     )
 
 
-class KnownFacts:
-    """The facts of runs, each read once: what a run was started with does not change."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._known: dict[str, Facts] = {}
-
-    def of(self, connection: Connection, keys: Iterable[str]) -> dict[str, Facts]:
-        """Return key -> facts."""
-        with self._lock:
-            found = {key: self._known[key] for key in keys if key in self._known}
-        missing = [key for key in keys if key not in found]
-        rows = connection.execute(select(_run.key, _run.document).where(_run.key.in_(missing))) if missing else ()
-        new = {key: facts(known) for key, text in rows if isinstance(known := parsed(text), dict)}
-        with self._lock:
-            self._known |= new
-            while len(self._known) > 2 * _MAX_FACTS:
-                del self._known[next(iter(self._known))]
-        return found | new
-
-    def since(self, connection: Connection, since: float) -> dict[str, Facts]:
-        """Return the facts of the runs that were seen since a time."""
-        newest = select(_run.key).where(_run.last_seen >= since).order_by(_run.last_seen.desc()).limit(_MAX_FACTS)
-        return self.of(connection, connection.scalars(newest).all())
+def facts_of(connection: Connection, keys: Iterable[str]) -> dict[str, Facts]:
+    """Return key -> what ran."""
+    rows = connection.execute(select(_run.key, _run.document).where(_run.key.in_(list(keys))))
+    return {key: facts(known) for key, text in rows if isinstance(known := parsed(text), dict)}
