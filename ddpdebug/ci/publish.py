@@ -338,10 +338,6 @@ def _print(verdict: Verdict, run: str | None, config: Config, stream: TextIO) ->
         console.print(Text(f"  {words}"))
     for who, words in verdict.ends(verdict.blamed if not verdict.story else ()).items():
         console.print(Text(f"  {who}: {clean(essence(words))}"))
-    for proof in verdict.proofs:
-        console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
-    if verdict.proofs and all(proof.verified for proof in verdict.proofs):
-        console.print(Text("  detectors verified"))
     for note in verdict.notes:
         console.print(Text(f"  note: {note}"))
     if run is not None:

@@ -8,9 +8,10 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from ddpdebug.ci.extra_runs import follow, prove_detectors
+from ddpdebug.ci.golden_facts import hold_to
 from ddpdebug.ci.publish import Witness, findings_of, judge_directory, publish, reported
 from ddpdebug.ci.verdict import Outcome, Verdict, judge
 from ddpdebug.clock import time, utc_now
@@ -50,11 +51,8 @@ not checked is said; with --require-checks it exits with 1.
 
 def _act(request: Request) -> int | Plan:
     config = request.config
-    modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "golden") if getattr(config, name)]
-    if len(modes) > 1:
-        raise UsageError(f"{modes[0]} and {modes[1]} do different things; give one of them")
-    if request.in_rank and modes:
-        raise UsageError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
+    if request.in_rank and config.golden is not None:
+        raise UsageError("--golden compares once the ranks have ended; run it outside of torchrun and srun")
     return planned(request, CHECK) if request.in_rank else _from_outside(request)
 
 
@@ -79,16 +77,14 @@ def _from_outside(request: Request) -> int:
 
 
 def _verdict(request: Request, directory: Path, run_id: str, golden: Facts | None) -> Verdict:
-    config = request.config
-    if config.self_test:
-        return prove_detectors(request, directory, run_ranks)
-    if golden is not None:
-        return follow(request, directory, golden, run_ranks)
-    witness = run_ranks(request, directory, run_id)
-    return judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+    config, given = request.config, {key: value for key, value in request.given.items() if key != "golden"}
+    witness = run_ranks(replace(request, given=given), directory, run_id)
+    note = "" if golden is None else hold_to(golden, directory, Disk(mode_of(config.file_mode)))
+    verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+    return replace(verdict, notes=(*verdict.notes, note)) if note else verdict
 
 
-def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[str, str] | None = None) -> Witness:
+def run_ranks(request: Request, directory: Path, run_id: str) -> Witness:
     """Start the ranks, wait for their end at most as long as `--timeout` says, and return what was seen of them."""
     config = request.config
     world, found = config.nproc_per_node or 1, dict[int, str]()
@@ -109,7 +105,6 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             command,
             {
                 **ranks_environment(run_id),
-                **(environ or {}),
                 stacks.DEADLINE: stacks.deadline(config.timeout, folder),
             },
             config.timeout,

@@ -21,7 +21,7 @@ ENVIRONMENT_PREFIX = "DDPDEBUG_"
 INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
-        *("RUN_ID", "DEADLINE", "FAULT", "LAUNCHED"),
+        *("RUN_ID", "DEADLINE", "LAUNCHED"),
         *("REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES", "REQUIRE_TRITON", "REQUIRE_GPU"),
     )
 )
@@ -252,12 +252,6 @@ class Config:
         1800.0,
         kinds.number(0, above=True, valid="seconds above 0"),
         "A run that lasts longer counts as a hang and is ended.",
-        commands=("check",),
-    )
-    self_test: bool = _option(
-        False,
-        kinds.SWITCH,
-        "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
         commands=("check",),
     )
     golden: Path | None = _option(

@@ -13,7 +13,6 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, and_, case, distinct, exists, false, func, or_, select, true
 
 from ddpdebug.hub import schema
-from ddpdebug.hub.groups import Facts, facts
 from ddpdebug.hub.states import LIVE
 from ddpdebug.reports.html import Points
 from ddpdebug.schema.finding import Severity
@@ -225,16 +224,6 @@ def in_group(connection: Connection, group: str) -> list[Row[Any]]:
     return list(connection.execute(found.order_by(when.desc()).limit(MAX_MEMBERS)))
 
 
-def groups_of(connection: Connection, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return group -> run -> its first finding of that group."""
-    columns = (_finding.group, _finding.run, _finding.code, _finding.severity, _finding.title, _finding.step)
-    found = select(*columns).where(_finding.run.in_(keys)).order_by(_finding.place.desc())
-    those: dict[str, dict[str, Any]] = {}
-    for row in connection.execute(found):
-        those.setdefault(row.group, {})[row.run] = row
-    return those
-
-
 def notes(connection: Connection, *, run: str | None = None, group: str | None = None) -> list[Row[Any]]:
     """Return the notes about a run, about a group, or about all groups; the newest first."""
     note = schema.note.c
@@ -244,9 +233,3 @@ def notes(connection: Connection, *, run: str | None = None, group: str | None =
     return list(
         connection.execute(select(schema.note).where(about).order_by(note.time.desc(), note.id.desc()).limit(500))
     )
-
-
-def facts_of(connection: Connection, keys: Iterable[str]) -> dict[str, Facts]:
-    """Return key -> what ran."""
-    rows = connection.execute(select(_run.key, _run.document).where(_run.key.in_(list(keys))))
-    return {key: facts(known) for key, text in rows if isinstance(known := parsed(text), dict)}

@@ -16,7 +16,6 @@ def test_wrong_files(command: Command, tmp_path: Path) -> None:
     for words, message in (
         (("--golden", "g.json"), "g.json"),
         (("--golden", "no.json"), "no.json"),
-        (("--golden", "g.json", "--self-test"), "do different things"),
     ):
         done = command("-m", "ddpdebug", "check", *words, SCRIPT, "clean", 6)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

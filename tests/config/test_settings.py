@@ -170,7 +170,6 @@ def test_one_name_everywhere() -> None:
         "markdown",
         "codequality",
         "timeout",
-        "self_test",
         "golden",
     }
 

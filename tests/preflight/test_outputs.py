@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
-import struct
 import subprocess
-import zlib
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,8 +16,8 @@ import xmlschema
 
 from ddpdebug.preflight.output.axes import Axis
 from ddpdebug.preflight.output.files import to_json, to_junit, write
-from ddpdebug.preflight.output.page import page, png
-from ddpdebug.preflight.output.results import Check, Picture, Plot, Series, Status, Table
+from ddpdebug.preflight.output.page import page
+from ddpdebug.preflight.output.results import Check, Plot, Series, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.terminal_plot import draw
 from ddpdebug.preflight.output.text import render, styled
@@ -43,10 +40,9 @@ CHECKS = [
     Check(group="data", name="shapes", status=Status.PASS, summary="8 batches of float32 [32, 3]"),
     Check(
         group="data",
-        name="gallery",
+        name="inputs",
         status=Status.INFO,
-        summary="two samples",
-        pictures=(Picture(title="label 3", pixels=(((255,), (0,)), ((9,), (7,)))), Picture(title="t", text=EVIL)),
+        summary="two tensors",
     ),
     Check(
         group="initial loss",
@@ -74,7 +70,6 @@ HOSTILE = [
         actions=(EVIL,),
         plots=(Plot(title=EVIL, x_label=EVIL, y_label=EVIL, series=SWEEP.series, marks=((0.01, EVIL),)),),
         tables=(Table(head=(EVIL,), rows=((EVIL,),)),),
-        pictures=(Picture(title=EVIL, text=EVIL),),
     )
 ]
 
@@ -159,30 +154,8 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
     assert "nothing that can be drawn" in text
 
 
-def test_a_picture_has_the_pixels_that_were_given() -> None:
-    """Grey and colour, and a large one thinned out; what is no picture is none."""
-
-    def pixels(image: bytes | None) -> tuple[tuple[int, int], bytes]:
-        assert image is not None
-        assert image.startswith(b"\x89PNG\r\n\x1a\n")
-        width, height, depth, kind = struct.unpack(">IIBB", image[16:26])
-        size = struct.unpack(">I", image[33:37])[0]
-        data, row = zlib.decompress(image[41 : 41 + size]), width * (3 if kind == 2 else 1) + 1
-        assert depth == 8
-        return (width, height), b"".join(data[i * row + 1 : (i + 1) * row] for i in range(height))
-
-    assert pixels(png((((255,), (0,), (300,)), ((9,), (7,), (-4,))))) == ((3, 2), bytes([255, 0, 255, 9, 7, 0]))
-    assert pixels(png((((1, 2, 3), (4, 5, 6)),))) == ((2, 1), bytes([1, 2, 3, 4, 5, 6]))
-    wide = tuple(tuple((x % 256,) for x in range(600)) for _ in range(3))
-    assert pixels(png(wide)) == ((200, 1), bytes(x % 256 for x in range(0, 600, 3)))
-    assert [png(()), png(((),)), png((((1, 2),),)), png((((1,),), ((1,), (2,))))] == [None] * 4
-    uri = re.search(r'src="data:image/png;base64,([^"]+)"', page(CHECKS, "x"))
-    assert uri is not None
-    assert pixels(base64.b64decode(uri[1])) == ((2, 2), bytes([255, 0, 9, 7]))
-
-
 def test_json_is_strict() -> None:
-    """What is not finite is a text, and no pixels are in it."""
+    """What is not finite is a text."""
 
     def refuse(name: str) -> None:
         raise AssertionError(name)
@@ -191,7 +164,6 @@ def test_json_is_strict() -> None:
     assert record["counts"] == {"pass": 1, "warn": 1, "fail": 1, "info": 1, "skipped": 1}
     assert record["checks"][2]["evidence"] == {"loss": 9.2, "worst": "inf"}
     assert record["checks"][3]["plots"][0]["series"][1]["y"] == [2.4, "nan", 1.3, 0.9, "inf"]
-    assert record["checks"][1]["pictures"][0] == {"title": "label 3", "text": "", "size": [2, 2]}
 
 
 def test_junit_fails_where_a_check_failed() -> None:

@@ -71,7 +71,6 @@ _PURE = (
     "ci.github_gitlab",
     "ci.sarif",
     "processes.stacks",
-    "ci.selftest",
     "processes.script",
     "processes.torch_import",
     "processes.supervisor",

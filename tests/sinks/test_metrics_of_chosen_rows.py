@@ -42,7 +42,7 @@ def _chosen(rows: list[Row]) -> Step:
 def sink() -> Iterator[PrometheusSink]:
     """The exporter of rank 0, which speaks for all."""
     now = iter(range(10**6))
-    made = PrometheusSink(0, "127.0.0.1", 0, mode="rank0", clock=lambda: float(next(now)))
+    made = PrometheusSink(0, mode="rank0", clock=lambda: float(next(now)))
     for rank in range(_WORLD):
         place = {"node": f"node-{rank // 10}", "local_rank": rank % 10}
         made.write(Saved(kind="fact", payload={"topic": "place", "rank": rank, "value": place}))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 from ddpdebug.ci.json_junit import EPOCH, add_property, add_suite, document, new_case, xml_text
@@ -44,15 +43,8 @@ def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
 def to_json(checks: Sequence[Check], title: str) -> str:
     """Return one JSON object that every parser reads: `nan`, `inf` and `-inf` are texts."""
     counts = {status.value: sum(check.status is status for check in checks) for status in Status}
-    record = {"title": title, "counts": counts, "checks": [_record(check) for check in checks]}
+    record = {"title": title, "counts": counts, "checks": [strict(asdict(check)) for check in checks]}
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _record(check: Check) -> dict[str, Any]:
-    """Return a check as JSON values. Of a picture its size stays, not its pixels."""
-    sizes = [[len(p.pixels), len(p.pixels[0])] if p.pixels else None for p in check.pictures]
-    pictures = [{"title": p.title, "text": p.text, "size": s} for p, s in zip(check.pictures, sizes, strict=True)]
-    return {**strict(asdict(replace(check, pictures=()))), "pictures": pictures}
 
 
 def to_junit(checks: Sequence[Check], *, at: str = EPOCH) -> str:

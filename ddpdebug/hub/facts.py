@@ -1,4 +1,4 @@
-"""What ran, by name, and in what runs differ. Pure."""
+"""What ran, by name. Pure."""
 
 from __future__ import annotations
 
@@ -52,10 +52,3 @@ def _arguments(words: Sequence[str]) -> list[Fact]:
         else:
             found.append((f"argument {place}", word))
     return found
-
-
-def differing(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
-    """Return name -> the value of each run, empty where it has none, of the facts in which runs differ."""
-    names = dict.fromkeys(name for run in runs for name in run)
-    table = [(name, [run.get(name, "") for run in runs]) for name in names]
-    return [(name, values) for name, values in table if len({*values}) > 1]

@@ -1,10 +1,10 @@
-"""What ran, and in what runs differ."""
+"""What ran."""
 
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from ddpdebug.hub.groups import differing, facts
+from ddpdebug.hub.facts import facts
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -42,9 +42,3 @@ def test_any_document_has_facts(document: dict[str, object]) -> None:
     found = facts(document)
     assert all(text.isprintable() and len(text) <= 200 for fact in found.items() for text in fact)
     assert len(found) <= 400
-
-
-def test_runs_differ_in_what_only_some_have() -> None:
-    """In the order in which the first run has it."""
-    assert differing([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [("b", ["2", "3"]), ("c", ["", "4"])]
-    assert differing([]) == []
