@@ -58,7 +58,7 @@ test: $(STAMP) ## the tests (seven minutes on two cores)
 test-change: $(STAMP) ## what CI runs for each change: the tests, and of the slow ones those that are marked `smoke`
 	$(PYTHON) -m pytest -q $(SPREAD) -m "(not slow or smoke) and not thorough" --durations=12
 
-test-slow: $(STAMP) ## the slow ones: hangs, whatever breaks, Slurm, bisect, self-test, a job against a real Prometheus
+test-slow: $(STAMP) ## the slow ones: hangs, whatever breaks, Slurm, a job against a real Prometheus
 	$(PYTHON) -m pytest -q $(SPREAD) -m "slow and not thorough" --durations=12
 
 test-thorough: $(STAMP) ## more combinations of what the slow ones prove

@@ -1,4 +1,4 @@
-"""What `ddpdebug check` adds to a short script's own time, and how long `--self-test` takes.
+"""What `ddpdebug check` adds to a short script's own time.
 
     python benchmarks/check.py [--rounds 5]
 
@@ -68,8 +68,6 @@ def main() -> None:
             print(f"{way:16} {statistics.median(values):6.1f} s  ({min(values):.1f} to {max(values):.1f})")
         pairs = zip(times["ddpdebug check"], times["torchrun"], strict=True)
         print(f"{'check adds':16} {statistics.median(a - b for a, b in pairs):6.1f} s")
-        words = [sys.executable, "-m", "ddpdebug", "check", "--self-test", *_RANKS, "train.py"]
-        print(f"{'--self-test':16} {seconds(words, folder):6.1f} s")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from ddpdebug.schema.row import DIGESTS, ROW_BYTES, Digest, Row, encode
 from ddpdebug.sinks import FindingRaised, RunStarted
 
 _EVERY, _SENDERS = 2.0, 8
-_PAGES = ("/", "/?state=ill", "/runs/{key}", "/compare?run={key}&run={other}", "/groups", "/api/v1/runs?limit=50")
+_PAGES = ("/", "/?state=ill", "/runs/{key}", "/groups", "/api/v1/runs?limit=50")
 _FOUND = Finding(
     code="RANK104", severity=Severity.CRITICAL, title="optimizer settings differ between ranks", step=20, last_step=20,
     ranks=(1,), subject=("param_groups[0].lr",), evidence={"values": {"0": 0.1, "1": 0.2}}, id="RANK104-1",
@@ -165,7 +165,7 @@ def main() -> None:
             times: dict[str, list[float]] = {page: [] for page in _PAGES}
             while time.monotonic() - at < arguments.seconds - 3 * _EVERY:
                 for page in _PAGES:
-                    times[page].append(ask(url, page.format(key=keys[0], other=keys[1])))
+                    times[page].append(ask(url, page.format(key=keys[0])))
                     time.sleep(0.1)
             share = (usage(hub.pid)[0] - before[0]) / (time.monotonic() - at)
             while not ours.poll(1.0):

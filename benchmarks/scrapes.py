@@ -76,7 +76,7 @@ from ddpdebug.sinks.prometheus import server
 from ddpdebug.sinks.prometheus.exporter import PrometheusSink
 server._AT_ONCE = 1e9
 world = int(sys.argv[1])
-sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+sink = PrometheusSink(0, mode="rank0")
 sink.write(RunStarted(run_id="20261121-0209-abcdef", rank=0, world=world, directory=None, config={"budget": 0.01},
                       versions={"torch": "2.13.0", "ddpdebug": "0.1.0"}, node="node0"))
 for rank in range(world):
@@ -94,6 +94,7 @@ for step in range(20):
                          device_reserved_bytes=int(5e10), device_peak_bytes=int(6e10 + part * 1e9),
                          device_limit_bytes=int(8e10), flags=Flag.CHECKED)
     sink.write(StepJudged(step=Step(step=step, optimizer=0, world=world, rows=rows), interval=5, overhead_ratio=0.008))
+sink.serve()
 print(sink.url, flush=True)
 for _ in sys.stdin:
     print(time.process_time(), flush=True)

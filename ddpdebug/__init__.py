@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ddpdebug.errors import DdpdebugError, FindingError, UsageError
     from ddpdebug.monitor.attach import DebugDDP, expect_growth, observe, watch
     from ddpdebug.monitor.monitor import Monitor
-    from ddpdebug.monitor.seeding import seed_everything
     from ddpdebug.preflight.api import preflight
     from ddpdebug.preflight.checks.lr_finder import find_lr
     from ddpdebug.schema.finding import Finding, Severity
@@ -36,7 +35,6 @@ _HOMES = {
     "find_lr": "ddpdebug.preflight.checks.lr_finder",
     "observe": "ddpdebug.monitor.attach",
     "preflight": "ddpdebug.preflight.api",
-    "seed_everything": "ddpdebug.monitor.seeding",
     "watch": "ddpdebug.monitor.attach",
 }
 
@@ -55,7 +53,6 @@ __all__ = [
     "find_lr",
     "observe",
     "preflight",
-    "seed_everything",
     "watch",
 ]
 

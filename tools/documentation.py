@@ -313,7 +313,7 @@ def _cell(text: str) -> str:
 def _example_sink(world: int) -> PrometheusSink:
     """Return a sink that has seen enough to show every metric, and serves nothing."""
     times = count(0.0, 10.0)
-    sink = PrometheusSink(1, "", 0, mode="rank0", clock=lambda: next(times))
+    sink = PrometheusSink(1, mode="rank0", clock=lambda: next(times))
     sink.write(FindingRaised(finding=Finding(code="RANK101", severity=Severity.CRITICAL, title="", id="RANK101-1")))
     sink.write(RunStarted(run_id="", rank=1, world=world, directory=None, config={}, versions={}))
     for number in range(32):  # memory grows

@@ -53,13 +53,6 @@ def to_markdown(verdict: Verdict, run: str | None) -> str:
         lines += [f"- {who}: {_markdown(words)}" for who, words in verdict.ends(verdict.blamed).items()] + [""]
     lines += [f"- not checked: {_markdown(words)}" for words in verdict.unchecked] + ([""] if verdict.unchecked else [])
     lines += [f"- {_markdown(note)}" for note in verdict.notes] + ([""] if verdict.notes else [])
-    if verdict.proofs:
-        missed = sum(not proof.verified for proof in verdict.proofs)
-        proved = f"{missed} of {len(verdict.proofs)} known faults were missed" if missed else "detectors verified"
-        lines += [f"### {proved}", "", "| fault | |", "| --- | --- |"]
-        lines += [f"| {_markdown(proof.fault.meaning)} | {_markdown(proof.words)} |" for proof in verdict.proofs] + [""]
-    if verdict.golden is not None:
-        lines += [f"- golden run: {_markdown(verdict.golden.words)}", ""]
     for finding in verdict.failing[:_MAX_FINDINGS]:
         text = html.escape(describe(finding)[:_MAX_TEXT])
         lines += [f"<details><summary>{html.escape(clean(finding.code, 40))}</summary>", "", f"<pre>{text}</pre>", ""]
@@ -78,9 +71,6 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
     lines = []
     if verdict.word in {Word.FAILED, Word.HANG, Word.LOST}:
         lines.append(f"::error title={_property(f'ddpdebug: {verdict.word.value}')}::{_message(_blamed(verdict))}")
-    if verdict.golden is not None and verdict.golden.what is not None:
-        lines.append(f"::error title=ddpdebug%3A golden run::{_message(clean(verdict.golden.words))}")
-    lines += [f"::error title=ddpdebug%3A self-test::{_message(p.words)}" for p in verdict.proofs if not p.verified]
     for finding in verdict.failing:
         file, line = located(finding, root)
         title = f"{clean(finding.code, 40)} {clean(finding.title, 200)}"

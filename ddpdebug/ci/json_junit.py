@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from ddpdebug.ci.golden import Comparison
-from ddpdebug.ci.selftest import Proof
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.detectors.nature import restart
@@ -43,11 +40,6 @@ def to_json(verdict: Verdict, run: str | None) -> str:
         "ignored": dict(verdict.ignored),
         "not_checked": list(verdict.unchecked),
         "coverage": None if verdict.coverage is None else verdict.coverage.to_json(),
-        "self_test": [
-            {"fault": p.fault.name, "expected": list(p.fault.expected), "found": list(p.found), "verified": p.verified}
-            for p in verdict.proofs
-        ],
-        "golden": None if verdict.golden is None else asdict(verdict.golden),
         "run": run,
     }
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
@@ -72,12 +64,6 @@ def to_junit(verdict: Verdict, run: str | None, *, time: str = EPOCH) -> str:
     case, properties = new_case("coverage"), ET.Element("properties")
     _coverage_case(case, verdict)
     add_suite(root, "coverage", time, properties, [case], "")
-    if verdict.proofs:
-        add_suite(root, "self-test", time, ET.Element("properties"), list(map(_proof_case, verdict.proofs)), "")
-    if verdict.golden is not None:
-        case, properties = new_case("golden"), ET.Element("properties")
-        _golden_case(case, properties, verdict.golden)
-        add_suite(root, "golden", time, properties, [case], "")
     return document(root)
 
 
@@ -93,22 +79,6 @@ def _coverage_case(case: ET.Element, verdict: Verdict) -> None:
         failure.text = xml_text("\n".join(map(clean, verdict.unchecked)))
     else:
         ET.SubElement(case, "skipped", message=message)
-
-
-def _proof_case(proof: Proof) -> ET.Element:
-    case = new_case(proof.fault.name)
-    if not proof.verified:
-        words = xml_text(proof.words)
-        ET.SubElement(case, "failure", type="self-test", message=words).text = f"{proof.fault.meaning}: {words}"
-    return case
-
-
-def _golden_case(case: ET.Element, properties: ET.Element, found: Comparison) -> None:
-    if found.what is not None:
-        add_property(properties, "step", "" if found.step is None else str(found.step))
-        add_property(properties, "parameter", found.parameter or "")
-        words = xml_text(clean(found.words))
-        ET.SubElement(case, "failure", type="golden", message=words).text = words
 
 
 def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, name: str) -> str:

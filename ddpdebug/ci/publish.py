@@ -316,7 +316,7 @@ def _write(file: Path | None, text: Callable[[], str], *, add: bool = False) -> 
     return ""
 
 
-def _print(verdict: Verdict, run: str | None, config: Config, stream: TextIO) -> None:  # noqa: C901 - a line or more for each part
+def _print(verdict: Verdict, run: str | None, config: Config, stream: TextIO) -> None:
     from rich.console import Console  # noqa: PLC0415 - not before it is needed
     from rich.text import Text  # noqa: PLC0415
 
@@ -338,12 +338,6 @@ def _print(verdict: Verdict, run: str | None, config: Config, stream: TextIO) ->
         console.print(Text(f"  {words}"))
     for who, words in verdict.ends(verdict.blamed if not verdict.story else ()).items():
         console.print(Text(f"  {who}: {clean(essence(words))}"))
-    for proof in verdict.proofs:
-        console.print(Text(f"  self-test: {proof.fault.meaning}: {proof.words}"))
-    if verdict.proofs and all(proof.verified for proof in verdict.proofs):
-        console.print(Text("  detectors verified"))
-    if verdict.golden is not None:
-        console.print(Text(f"  golden run: {clean(verdict.golden.words)}"))
     for note in verdict.notes:
         console.print(Text(f"  note: {note}"))
     if run is not None:

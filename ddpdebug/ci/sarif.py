@@ -104,9 +104,6 @@ def _invocation(verdict: Verdict) -> dict[str, Any]:
     """Return how the job ended; the check itself has worked where it has a verdict about findings."""
     failed = verdict.word in {Word.FAILED, Word.HANG, Word.LOST, Word.DAMAGED}
     told = [("error", f"{verdict.word.value}: {words}") for words in _ends(verdict)] if failed else []
-    told += [("error", f"self-test: {proof.words}") for proof in verdict.proofs if not proof.verified]
-    if verdict.golden is not None and verdict.golden.what is not None:
-        told.append(("error", f"golden run: {verdict.golden.words}"))
     kind = "error" if verdict.fails_unchecked else "warning"
     told += [(kind, f"not checked: {words}") for words in verdict.unchecked]
     told += [("note", note) for note in verdict.notes]

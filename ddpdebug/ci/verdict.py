@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from ddpdebug.ci.golden import Comparison
-from ddpdebug.ci.selftest import Proof
 from ddpdebug.errors import essence
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.ended import Ended, Kind, parse_end
@@ -25,8 +23,6 @@ class Word(Enum):
     CLEAN = "clean"
     UNCHECKED = "not checked"
     FINDINGS = "findings"
-    MISSED = "known faults missed"
-    DEPARTED = "left the recorded path"
     FAILED = "script failed"
     HANG = "hang"
     LOST = "lost rank"
@@ -35,9 +31,7 @@ class Word(Enum):
     @property
     def exit_code(self) -> int:
         """The exit code of the command (2 is wrong usage)."""
-        if self in {Word.FINDINGS, Word.MISSED, Word.DEPARTED}:
-            return 1
-        return {Word.CLEAN: 0, Word.UNCHECKED: 0, Word.FAILED: 3}.get(self, 4)
+        return {Word.CLEAN: 0, Word.UNCHECKED: 0, Word.FINDINGS: 1, Word.FAILED: 3}.get(self, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +74,6 @@ class Verdict:
         blamed: the ranks that failed, were lost or hang.
         notes: what else a reader should know.
         ignored: the entries of `ignore`, with the number of findings that each has kept silent.
-        proofs: what `--self-test` has shown.
-        golden: what came of comparing with a recorded path.
         coverage: what was looked at; None where nothing tells.
         required: with `--require-checks` something that is not checked fails the check.
         alone: there was one rank, and nobody has asked for one.
@@ -96,8 +88,6 @@ class Verdict:
     blamed: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
-    proofs: tuple[Proof, ...] = ()
-    golden: Comparison | None = None
     coverage: Coverage | None = None
     required: bool = False
     alone: bool = False

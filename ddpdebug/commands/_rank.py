@@ -130,15 +130,8 @@ class Rank:
             _say(f"could not attach, the script runs without it: {type(error).__name__}: {error}")
 
     def _install(self) -> None:
-        from ddpdebug.ci.golden import TRAJECTORY  # noqa: PLC0415 - torch is loaded now
-        from ddpdebug.ci.selftest import FAULT  # noqa: PLC0415
-        from ddpdebug.monitor.attach import install  # noqa: PLC0415
+        from ddpdebug.monitor.attach import install  # noqa: PLC0415 - torch is loaded now
 
-        if self.mode == AS_CHECK and (os.environ.get(FAULT) or os.environ.get(TRAJECTORY)):
-            from ddpdebug.ci import faults, trajectory  # noqa: PLC0415
-
-            faults.install(os.environ)
-            trajectory.install(os.environ)
         request = self.request
         self.monitor = install(request.config, command=request.target.command, starts=self.mode != RUN)
         if self.mode == CHECK:

@@ -26,7 +26,6 @@ from ddpdebug.commands._target import plain_console
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.forensics.replay.bundle_reading import Bundle, read_bundle
 from ddpdebug.forensics.replay.replay import Trace, replay
-from ddpdebug.forensics.replay.shrink import Shrunk, shrink
 from ddpdebug.forensics.replay.tracer import Origin
 from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import mapped
@@ -38,9 +37,7 @@ _SECONDS = 3600.0
 _MAX_NAMES = 3
 _WIDTH = 120
 _LABEL = 10
-_MAX_SUBSETS = 8
 _MAX_MASKED = 4
-_MAX_SAMPLES = 16
 _KINDS = {
     "input": "the input was bad already",
     "parameter": "the parameter was bad before the forward",
@@ -62,15 +59,11 @@ def run(request: Request) -> int:
     capture = _capture(bundle, model, device, dtype)
     notes = _notes(bundle, device)
 
-    def once(part: ForwardCapture) -> Trace:
-        return replay(part, seconds=_SECONDS, autocast=request.amp and dtype is None)
-
     with progress(f"replaying {request.bundle}"):
-        trace = once(capture)
-        shrunk = shrink(capture, trace, once) if request.shrink else None
-    _show(request, bundle, trace, shrunk, notes)
+        trace = replay(capture, seconds=_SECONDS, autocast=request.amp and dtype is None)
+    _show(request, bundle, trace, notes)
     if request.json is not None:
-        _write(request, bundle, trace, shrunk, notes)
+        _write(request, bundle, trace, notes)
     if trace.reproduced:
         return 1
     return 0 if trace.complete else 3
@@ -129,16 +122,13 @@ def _notes(bundle: Bundle, device: torch.device) -> list[str]:
     return notes
 
 
-def _write(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None, notes: list[str]) -> None:
+def _write(request: Request, bundle: Bundle, trace: Trace, notes: list[str]) -> None:
     assert request.json is not None
     result = {
         "bundle": str(bundle.path),
         **{name: bundle.facts.get(name) for name in ("code", "step", "rank")},
         **trace.to_json(),
         "bundle_notes": notes,
-        "shrink": None
-        if shrunk is None
-        else {"batch": shrunk.batch, "subsets": shrunk.subsets, "runs": shrunk.runs, "reason": shrunk.reason},
     }
     try:
         request.json.write_text(json.dumps(strict(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
@@ -298,7 +288,7 @@ def _compare(own: Mapping[str, list[int]], given: Mapping[str, list[int]], tied:
 # --- the result, for people -------------------------------------------------------------------------------------------
 
 
-def _show(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None, notes: Sequence[str]) -> None:
+def _show(request: Request, bundle: Bundle, trace: Trace, notes: Sequence[str]) -> None:
     """Print the result."""
     console: Console = plain_console(_WIDTH)
     facts = bundle.facts
@@ -319,8 +309,6 @@ def _show(request: Request, bundle: Bundle, trace: Trace, shrunk: Shrunk | None,
         _loss(console, facts.get("loss"))
     if trace.calls:
         _calls(console, trace)
-    if shrunk is not None:
-        _shrunk(console, shrunk)
     for note in (*notes, *trace.notes):
         _line(console, "note", clean(note))
     if not trace.complete:
@@ -401,26 +389,6 @@ def _calls(console: Console, trace: Trace) -> None:
     for number_of_row, row in enumerate(rows):
         cells = [f"{cell:{width}}" for cell, width in zip(row[:3], widths, strict=True)]
         console.print(Text("  ".join(["", *cells, row[3]]).rstrip(), "" if number_of_row else "dim"), soft_wrap=True)
-
-
-def _shrunk(console: Console, shrunk: Shrunk) -> None:
-    console.print()
-    sizes = {len(subset) for subset in shrunk.subsets}
-    if sizes == {1}:
-        samples = [str(subset[0]) for subset in shrunk.subsets]
-        text = f"of {shrunk.batch} samples, {len(samples)} fail alone: {', '.join(samples[:_MAX_SAMPLES])}"
-        _line(console, "samples", text + (", ..." if len(samples) > _MAX_SAMPLES else ""))
-    else:
-        for subset in shrunk.subsets[:_MAX_SUBSETS]:
-            more = ", ..." if len(subset) > _MAX_SAMPLES else ""
-            together = "alone" if len(subset) == 1 else "only together"
-            text = (
-                f"of {shrunk.batch} samples, these fail {together}: {', '.join(map(str, subset[:_MAX_SAMPLES]))}{more}"
-            )
-            _line(console, "samples", text)
-    if shrunk.reason is not None:
-        _line(console, "samples", shrunk.reason)
-    _line(console, "", f"{shrunk.runs} runs; what is random for each sample may fall differently in a smaller batch")
 
 
 def _line(console: Console, label: str, text: str) -> None:

@@ -18,5 +18,4 @@ class Request:
     device: str | None
     dtype: str | None
     amp: bool
-    shrink: bool
     json: Path | None

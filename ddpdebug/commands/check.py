@@ -8,9 +8,10 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from ddpdebug.ci.extra_runs import Golden, follow, golden_of, prove_detectors, record_path
+from ddpdebug.ci.golden_facts import hold_to
 from ddpdebug.ci.publish import Witness, findings_of, judge_directory, publish, reported
 from ddpdebug.ci.verdict import Outcome, Verdict, judge
 from ddpdebug.clock import time, utc_now
@@ -19,6 +20,8 @@ from ddpdebug.commands._target import target_command
 from ddpdebug.config.settings import Config, run_directory
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import UsageError
+from ddpdebug.facts.comparison import facts_of
+from ddpdebug.facts.fact import Facts
 from ddpdebug.printing import say
 from ddpdebug.processes import stacks
 from ddpdebug.processes.launch import RUN_ID, Request, rank_words, ranks_environment, torchrun_words
@@ -48,11 +51,8 @@ not checked is said; with --require-checks it exits with 1.
 
 def _act(request: Request) -> int | Plan:
     config = request.config
-    modes = [f"--{name.replace('_', '-')}" for name in ("self_test", "record", "golden") if getattr(config, name)]
-    if len(modes) > 1:
-        raise UsageError(f"{modes[0]} and {modes[1]} do different things; give one of them")
-    if request.in_rank and modes:
-        raise UsageError(f"{modes[0]} starts its own ranks; run it outside of torchrun and srun")
+    if request.in_rank and config.golden is not None:
+        raise UsageError("--golden compares once the ranks have ended; run it outside of torchrun and srun")
     return planned(request, CHECK) if request.in_rank else _from_outside(request)
 
 
@@ -65,7 +65,7 @@ def _from_outside(request: Request) -> int:
         print(error, end="", file=sys.stderr)
         failed = Outcome(rank=0, reason=f"exception: {error.splitlines()[-1]}", exit_code=1)
         return publish(judge((), {0: failed}, world=1), config, None, request.target.name)
-    golden = None if config.golden is None else golden_of(config.golden)  # which may be the run that is put away now
+    golden = None if config.golden is None else facts_of(config.golden)  # which may be the run that is put away now
     directory = _directory(config, run_id)
     try:
         verdict = _verdict(request, directory, run_id, golden)
@@ -76,19 +76,15 @@ def _from_outside(request: Request) -> int:
     return publish(verdict, config, directory, request.target.name)
 
 
-def _verdict(request: Request, directory: Path, run_id: str, golden: Golden | None) -> Verdict:
-    config = request.config
-    if config.self_test:
-        return prove_detectors(request, directory, run_ranks)
-    if config.record is not None:
-        return record_path(request, directory, run_ranks)
-    if golden is not None:
-        return follow(request, directory, golden, run_ranks)
-    witness = run_ranks(request, directory, run_id)
-    return judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+def _verdict(request: Request, directory: Path, run_id: str, golden: Facts | None) -> Verdict:
+    config, given = request.config, {key: value for key, value in request.given.items() if key != "golden"}
+    witness = run_ranks(replace(request, given=given), directory, run_id)
+    note = "" if golden is None else hold_to(golden, directory, Disk(mode_of(config.file_mode)))
+    verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+    return replace(verdict, notes=(*verdict.notes, note)) if note else verdict
 
 
-def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[str, str] | None = None) -> Witness:
+def run_ranks(request: Request, directory: Path, run_id: str) -> Witness:
     """Start the ranks, wait for their end at most as long as `--timeout` says, and return what was seen of them."""
     config = request.config
     world, found = config.nproc_per_node or 1, dict[int, str]()
@@ -109,7 +105,6 @@ def run_ranks(request: Request, directory: Path, run_id: str, environ: Mapping[s
             command,
             {
                 **ranks_environment(run_id),
-                **(environ or {}),
                 stacks.DEADLINE: stacks.deadline(config.timeout, folder),
             },
             config.timeout,

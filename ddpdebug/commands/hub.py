@@ -111,12 +111,12 @@ def command(  # noqa: PLR0913 - the options
     for directory in watched:
         if not directory.is_dir():
             raise UsageError(f"--watch: there is no directory {str(directory)!r}")
-    from ddpdebug.hub.outgoing import Collector, read_hooks  # noqa: PLC0415 - as above
+    from ddpdebug.hub.outgoing import read_hooks  # noqa: PLC0415 - as above
     from ddpdebug.hub.serve import Serving  # noqa: PLC0415 - as above
 
-    hooks, collector = () if webhooks is None else read_hooks(webhooks), Collector.of(os.environ)
+    hooks = () if webhooks is None else read_hooks(webhooks)
     serving = Serving(host, port, data, tokens, watched, keep=keep, most=max_size)
-    serving.tell(hooks, collector, address)
+    serving.tell(hooks, address)
     print(f"ddpdebug: hub at {serving.url}, runs in {serving.place}", flush=True)
     return serving.run
 

@@ -47,7 +47,6 @@ def _check(request: Request) -> None:
 @click.option("--cpu", is_flag=True, help="The same as --device cpu.")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Convert everything: does it survive then?")
 @click.option("--no-amp", is_flag=True, help="Leave autocast off.")
-@click.option("--shrink", is_flag=True, help="Find the smallest parts of the batch that still fail.")
 @click.option("--json", metavar="FILE", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def command(*, trust: bool, cpu: bool, no_amp: bool, **given: Any) -> Callable[[], int]:
     """Check the line; run later, outside of click."""

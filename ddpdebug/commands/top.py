@@ -19,8 +19,7 @@ from ddpdebug.errors import UsageError
 
 _TEXT = """Show a run live: do the ranks agree, which rank is ill, who is slow.
 
-WHERE is a run directory or the address of rank 0's metrics (http://...). Without it, the newest directory in
-ddpdebug-runs/ is taken.
+WHERE is a run directory. Without it, the newest directory in ddpdebug-runs/ is taken.
 """
 _RUNS = "ddpdebug-runs"
 
@@ -31,10 +30,9 @@ _RUNS = "ddpdebug-runs"
 @click.option("--interval", type=click.FloatRange(0.2, 3600), default=2.0, help="Seconds between looks. [default 2]")
 def command(where: str | None, *, once: bool, interval: float) -> Callable[[], int]:
     """Take the first snapshot, which shows whether the place is right; show later, outside of click."""
-    from ddpdebug.reports.top.snapshot import Snapshot, from_directory, from_url  # noqa: PLC0415 - not before it is needed
+    from ddpdebug.reports.top.snapshot import from_directory  # noqa: PLC0415 - not before it is needed
 
-    is_url = where is not None and where.startswith(("http://", "https://"))
-    look: Callable[[], Snapshot] = partial(from_url, where or "") if is_url else partial(from_directory, _place(where))
+    look = partial(from_directory, _place(where))
     try:
         first = look()
     except (OSError, ValueError) as error:
@@ -47,7 +45,7 @@ def _place(where: str | None) -> Path:
         return Path(where)
     found = [path for path in Path(_RUNS).glob("*/run.json") if path.is_file()]
     if not found:
-        raise UsageError(f"there is no run in {_RUNS}/; name a run directory or an address")
+        raise UsageError(f"there is no run in {_RUNS}/; name a run directory")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 

@@ -242,15 +242,7 @@ class Speaker:
         settings = self._settings
         if settings["sd_dir"] is not None:
             self._discovery = Discovery(Path(settings["sd_dir"]))
-        sink = PrometheusSink(
-            record.rank,
-            settings["host"],
-            0,
-            mode=settings["mode"],
-            local_rank=record.local_rank,
-            serving=self._serving(),
-            waits=True,
-        )
+        sink = PrometheusSink(record.rank, settings["host"], mode=settings["mode"], serving=self._serving())
         self.rank = record.rank
         sink.write(record)
         if settings["again"] and settings["log"] is not None:

@@ -21,7 +21,7 @@ ENVIRONMENT_PREFIX = "DDPDEBUG_"
 INTERNAL_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
-        *("RUN_ID", "DEADLINE", "FAULT", "TRAJECTORY", "LAUNCHED"),
+        *("RUN_ID", "DEADLINE", "LAUNCHED"),
         *("REQUIRE_PROMETHEUS", "REQUIRE_SLURM", "REQUIRE_POSTGRES", "REQUIRE_TRITON", "REQUIRE_GPU"),
     )
 )
@@ -130,12 +130,6 @@ class Config:
         kinds.WEB_ADDRESS,
         "Also push each rank's final metrics to the Pushgateway at this address, where no process outlives a job.",
     )
-    grafana_url: str | None = _option(
-        None,
-        kinds.text("an address"),
-        "Send each finding to this Grafana as an annotation; the token is GRAFANA_TOKEN's.",
-    )
-    grafana_token_file: Path | None = _option(None, kinds.EXISTING_FILE, "Read Grafana's token from this file instead.")
     hub: str | None = _option(
         None,
         kinds.WEB_ADDRESS,
@@ -260,23 +254,11 @@ class Config:
         "A run that lasts longer counts as a hang and is ended.",
         commands=("check",),
     )
-    self_test: bool = _option(
-        False,
-        kinds.SWITCH,
-        "Prove the rules: run the script briefly with each of several known faults in it and see that they are found.",
-        commands=("check",),
-    )
-    record: Path | None = _option(
-        None,
-        kinds.FILE,
-        "Record the path that training takes: loss, gradient norm, parameters after every step; three runs.",
-        commands=("check",),
-    )
     golden: Path | None = _option(
         None,
         kinds.FILE,
-        "Fail where facts of a good run (its directory, or a file of `ddpdebug facts`) do not hold any more, or where "
-        "training leaves the path that --record wrote, and name the first that differs.",
+        "Fail where facts of a good run (its directory, or a file of `ddpdebug facts`) do not hold any more, and name "
+        "the first that differs.",
         commands=("check",),
     )
 

@@ -1,1 +1,1 @@
-"""Grafana: its client, annotations and the bundled dashboards."""
+"""Grafana: its client and the bundled dashboards."""

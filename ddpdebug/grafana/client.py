@@ -1,21 +1,17 @@
-"""The only module that talks to Grafana: wraps grafana-api, its errors and its gaps. Torch-free.
-
-grafana-api leaks the errors of its HTTP library, does not encode query strings and knows no dashboard uids; what it
-lacks goes through its session. grafana-client from version 4 on must not take its place: it replaces urllib3 for the
-whole environment.
-"""
+"""The client of Grafana's HTTP interface, for its dashboards. Torch-free."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from email.utils import parsedate_to_datetime
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlsplit
 
-from ddpdebug.clock import time
 from ddpdebug.errors import DdpdebugError, UsageError
 
 TAG = "ddpdebug"
@@ -23,30 +19,11 @@ TAG = "ddpdebug"
 TOKEN_VARIABLE = "GRAFANA_TOKEN"  # noqa: S105 - the name of a variable
 _NOT_FOUND = 404
 _PAGE = 1000  # folders
-_CONTENT, _US = frozenset({400, 413, 422}), frozenset({401, 403, 404})
+_TIMEOUT = 5.0
 
 
 class GrafanaError(DdpdebugError):
-    """Grafana did not do what it was asked for; the message never holds the token.
-
-    Args:
-        status: of HTTP; None where it did not answer, so that it may have done it.
-        retry_after: seconds for which it wants to be left alone.
-    """
-
-    def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
-
-    @property
-    def about_content(self) -> bool:
-        """Whether the same request would always be refused."""
-        return self.status in _CONTENT
-
-    @property
-    def about_us(self) -> bool:
-        """Whether the token or the address is refused, which only a person can change."""
-        return self.status in _US
+    """Grafana did not do what it was asked for; the message never holds the token."""
 
 
 def read_token(file: Path | None) -> str:
@@ -69,29 +46,26 @@ class GrafanaUnreachableError(GrafanaError):
     """Nobody answered at the address; the next request would fare alike."""
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows nothing: the token is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return no other request."""
+
+
 class Grafana:
     """One Grafana server.
 
     Raises:
-        UsageError: the address is none, or grafana-api is not installed.
+        UsageError: the address is none.
     """
 
-    def __init__(self, url: str, token: str, *, timeout: float = 5.0) -> None:
+    def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username is not None:
             raise UsageError(f"{url!r} is not the address of a Grafana; give http://host:port without a password")
-        try:
-            from grafana_api.grafana_face import GrafanaFace  # noqa: PLC0415 - an optional dependency
-        except ImportError:
-            raise UsageError("grafana-api is not installed; pip install 'ddpdebug[grafana]'") from None
-        prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        self._token, self._url, self._timeout = token, f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/"), timeout
-        self._api = GrafanaFace(
-            auth=token, host=host, port=parts.port, url_path_prefix=prefix, protocol=parts.scheme, timeout=timeout
-        ).api
-        self._retry_after = 0.0
-        self._api.s.hooks["response"].append(self._heard)
+        self._token, self._url = token, f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def folder(self, title: str) -> str:
         """Return the uid of the folder of this title, made where there is none; empty for Grafana's General."""
@@ -125,58 +99,36 @@ class Grafana:
         body = {"dashboard": {**dashboard, "id": None}, "overwrite": known is not None, "message": "ddpdebug"}
         return str(self._call("POST", "/dashboards/db", {**body, "folderUid": folder}).get("url", ""))
 
-    def annotate(self, incident: str, text: str, tags: Sequence[str], milliseconds: int) -> bool:
-        """Add an annotation unless one with this incident's tag is there; tell whether it was added."""
-        mark = f"incident:{incident}"
-        query = urlencode([("tags", TAG), ("tags", mark), ("type", "annotation"), ("limit", "1")])
-        found = self._call("GET", f"/annotations?{query}")
-        if not isinstance(found, list):
-            raise GrafanaError(self._clean(f"Grafana did not answer with annotations: {found!r}"))
-        if found:
-            return False
-        self._call("POST", "/annotations", {"text": text, "tags": [TAG, *tags, mark], "time": milliseconds})
-        return True
-
     def _call(self, method: str, path: str, body: Any = None, *, missing_is_none: bool = False) -> Any:
-        from grafana_api.grafana_api import GrafanaException  # noqa: PLC0415 - an optional dependency
-        from requests import exceptions  # noqa: PLC0415 - as above
-
-        self._retry_after = 0.0
+        request = urllib.request.Request(  # noqa: S310 - the scheme is checked where the address is read
+            f"{self._url}/api{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
+            method=method,
+        )
         try:
-            return getattr(self._api, method)(path, json=body)
-        except GrafanaException as error:
-            if missing_is_none and error.status_code == _NOT_FOUND:
-                return None
-            message = self._clean(f"Grafana refused {method} {path}: {error.message}")
-            raise GrafanaError(message, error.status_code, self._retry_after) from None
-        except (exceptions.ConnectionError, exceptions.Timeout) as error:
-            late = isinstance(error, exceptions.Timeout)
-            why = f"nothing within {self._timeout:g} s" if late else _reason(error)
+            with self._opener.open(request, timeout=_TIMEOUT) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                if missing_is_none and error.code == _NOT_FOUND:
+                    return None
+                why = error.read(4096).decode("utf-8", "replace")
+            raise GrafanaError(self._clean(f"Grafana refused {method} {path}: {error.code} {why}")) from None
+        except OSError as error:
+            why = _reason(error)
             raise GrafanaUnreachableError(self._clean(f"Grafana did not answer at {self._url}: {why}")) from None
-        except (exceptions.RequestException, ValueError, TypeError) as error:
+        except (http.client.HTTPException, ValueError) as error:
             kind = type(error).__name__
             raise GrafanaError(self._clean(f"Grafana did not answer {method} {path}: {kind}: {error}")) from None
-
-    def _heard(self, answer: Any, *_: Any, **__: Any) -> None:
-        """Keep for how long Grafana, or what stands before it, wants to be left alone."""
-        wish = str(answer.headers.get("Retry-After", "")).strip()
-        if wish.isascii() and wish.isdecimal():
-            self._retry_after = float(wish)
-        elif wish:
-            with suppress(ValueError, TypeError):
-                self._retry_after = max(0.0, parsedate_to_datetime(wish).timestamp() - time.time())
 
     def _clean(self, text: str) -> str:
         return text.replace(self._token, "***")[:500]
 
 
-def _reason(error: BaseException | None) -> str:
-    """Return why there is no connection, as the system says it: what it is wrapped into says less at length."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        if isinstance(error, OSError) and error.strerror:
-            return error.strerror.lower()
-        inner = [*error.args[:1], getattr(error, "reason", None), error.__cause__, error.__context__]
-        error = next((each for each in inner if isinstance(each, BaseException)), None)
-    return type(seen[-1]).__name__
+def _reason(error: OSError) -> str:
+    """Return why there is no connection, as the system says it."""
+    inner = getattr(error, "reason", error)
+    if isinstance(inner, TimeoutError):
+        return f"nothing within {_TIMEOUT:g} s"
+    return str(getattr(inner, "strerror", None) or inner).lower()

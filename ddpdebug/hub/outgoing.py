@@ -1,4 +1,4 @@
-"""What the hub tells others: webhooks for findings and for runs that are lost or fail, logs for OpenTelemetry.
+"""What the hub tells others: webhooks for findings and for runs that are lost or fail.
 
 Each message is a row before it is sent, so that a hub that is killed sends it later, and of several hubs on one
 database one does. Who has the same message twice has it because a hub was killed between sending and noting it.
@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 
 from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select, update
 
-from ddpdebug._version import __version__
-from ddpdebug.clock import time
 from ddpdebug.detectors.nature import nature
 from ddpdebug.errors import UsageError, did_you_mean
 from ddpdebug.hub.schema import delivery, finding, note, run
@@ -31,7 +29,7 @@ from ddpdebug.hub.states import STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.processes.pusher import NoRedirect
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, ranks_text, where
+from ddpdebug.sinks.text import clean, where
 
 #: Of what is older when the hub first sees it nobody is told: runs that are imported, or found on a file system.
 _NEWS_SECONDS = 3600.0
@@ -48,8 +46,6 @@ _COLORS = {
     Severity.WARNING: "#c9a227",
     Severity.INFO: "#5b7083",
 }
-#: Numbers of severities in the data model of OpenTelemetry's logs.
-_NUMBERS = {Severity.CRITICAL: 21, Severity.ERROR: 17, Severity.WARNING: 13, Severity.INFO: 9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,42 +108,14 @@ def _hook(name: str, table: object, what: str) -> Hook:
     return Hook(**known)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collector:
-    """A collector of OpenTelemetry that takes logs over HTTP, as JSON."""
-
-    url: str
-    headers: Mapping[str, str]
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Collector | None:
-        """Return the one that OpenTelemetry's own variables name.
-
-        Raises:
-            UsageError: they name no address.
-        """
-        url = environ.get("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "")
-        if not url and (base := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")):
-            url = f"{base.rstrip('/')}/v1/logs"
-        if not url:
-            return None
-        if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
-            raise UsageError("OTEL_EXPORTER_OTLP_ENDPOINT is no address that begins with http:// or https://")
-        given = environ.get("OTEL_EXPORTER_OTLP_LOGS_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
-        pairs = [word.partition("=") for word in given.split(",") if "=" in word]
-        return cls(url=url, headers={name.strip(): unquote(value.strip()) for name, _, value in pairs})
-
-
-#: Sends a body with headers to an address; returns the status of the answer and the seconds after which to come back.
-Post = Callable[[str, bytes, Mapping[str, str]], tuple[int, float]]
-_COLLECTOR = "OpenTelemetry"
+#: Sends a body to an address; returns the status of the answer and the seconds after which to come back.
+Post = Callable[[str, bytes], tuple[int, float]]
 
 
 class Outgoing:
     """The messages of a hub.
 
     Args:
-        collector: gets every finding.
         address: the hub's, for links.
         say: told once of each target that refuses what it gets for good.
     """
@@ -156,13 +124,12 @@ class Outgoing:
         self,
         store: Store,
         hooks: Sequence[Hook],
-        collector: Collector | None = None,
         *,
         address: str = "",
         say: Callable[[str], None] = print,
         post: Post | None = None,
     ) -> None:
-        self._store, self._collector, self._address, self._say = store, collector, address.rstrip("/"), say
+        self._store, self._address, self._say = store, address.rstrip("/"), say
         self._hooks = {hook.name: hook for hook in hooks}
         self._post = post or _post
         self._said: set[str] = set()
@@ -171,7 +138,7 @@ class Outgoing:
 
     def start(self) -> None:
         """Look for news every few seconds, in a thread, where there is anybody to tell."""
-        if self._hooks or self._collector:
+        if self._hooks:
             self._thread.start()
 
     def close(self) -> None:
@@ -215,7 +182,6 @@ class Outgoing:
             news = (finding.c.first_seen > since) & or_(finding.c.time.is_(None), finding.c.time > since)
             rows = []
             for one in connection.execute(select(finding.c.run, finding.c.id, *about).where(news)):
-                rows += [(_COLLECTOR, one.run, one.id)] if self._collector is not None else []
                 hooks = () if one.first_seen <= quiet.get(one.group, -math.inf) else tuple(self._hooks.values())
                 rows += [(hook.name, one.run, one.id) for hook in hooks if hook.wants(one.code, one.severity)]
             heard = (run.c.changed > since) & (run.c.last_seen > since) & (run.c.source != "import")
@@ -264,30 +230,25 @@ class Outgoing:
                 connection.execute(update(delivery).where(this).values(**change))
         return None if message is None else arrived
 
-    def _message(self, one: Any) -> tuple[str, bytes, Mapping[str, str]] | None:
-        """Return address, body and headers of a message; None where what it was about, or who wanted it, has gone.
+    def _message(self, one: Any) -> tuple[str, bytes] | None:
+        """Return address and body of a message; None where what it was about, or who wanted it, has gone.
 
         A run is told of in the state that it has now.
         """
         with self._store.read() as connection:
             known = connection.execute(select(run).where(run.c.key == one.run)).mappings().first()
             mine = (finding.c.run == one.run) & (finding.c.id == one.finding)
-            line = connection.execute(select(finding.c.document, finding.c.time).where(mine)).first()
+            line = connection.execute(select(finding.c.document).where(mine)).first()
         found = None if line is None else Finding.from_json(line.document)
         row = None if known is None else dict(known)
         if row is None or (found is None and one.finding != _STATE + row["state"]):
             return None
-        if one.target == _COLLECTOR:
-            if self._collector is None or found is None or line is None:
-                return None
-            body = _log(row, found, line.time or self._store.clock())
-            return self._collector.url, json.dumps(body).encode(), self._collector.headers
         hook = self._hooks.get(one.target)
         if hook is None:
             return None
         link = f"{self._address}/runs/{quote(one.run)}" if self._address else ""
         told = _of_finding(row, found, link) if found else _of_state(row, one.finding.removeprefix(_STATE), link)
-        return hook.url, json.dumps(told).encode(), {}
+        return hook.url, json.dumps(told).encode()
 
 
 def _quiet(connection: Connection, now: float) -> dict[str, float]:
@@ -344,45 +305,9 @@ def _slack(text: str, fields: Sequence[tuple[str, str]], color: str) -> dict[str
     return {"text": text, "attachments": [{"color": color, "fallback": text, "fields": shown}]}
 
 
-def _log(row: Mapping[str, Any], found: Finding, seconds: float) -> dict[str, Any]:
-    """Return a finding as a log record of OTLP."""
-    resource = {"service.name": "ddpdebug", "service.version": __version__, "ddpdebug.run": row["key"]}
-    resource |= {"ddpdebug.run.name": row["name"], "host.name": row["node"], "ddpdebug.job": row["job"]}
-    told = {
-        "ddpdebug.code": found.code,
-        "ddpdebug.step": found.step,
-        "ddpdebug.ranks": list(found.ranks[:64]),
-        "ddpdebug.subject": list(found.subject[:20]),
-        "ddpdebug.phase": found.phase,
-        "code.location": found.location,
-        "ddpdebug.finding": found.id,
-    }
-    text = f"{found.code}: {clean(found.title, 300)} ({ranks_text(found.ranks, row['world'] or 1)})"
-    record = {
-        "timeUnixNano": str(int(seconds * 1e9)),
-        "observedTimeUnixNano": str(time.time_ns()),
-        "severityNumber": _NUMBERS[found.severity],
-        "severityText": found.severity.label.upper(),
-        "body": {"stringValue": text},
-        "attributes": _attributes(told),
-    }
-    scope = {"scope": {"name": "ddpdebug.hub", "version": __version__}, "logRecords": [record]}
-    return {"resourceLogs": [{"resource": {"attributes": _attributes(resource)}, "scopeLogs": [scope]}]}
-
-
-def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items() if value not in (None, "", [])]
-
-
-def _value(value: Any) -> dict[str, Any]:
-    if isinstance(value, list):
-        return {"arrayValue": {"values": [_value(each) for each in value]}}
-    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": clean(value, 500)}
-
-
-def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, float]:
+def _post(url: str, body: bytes) -> tuple[int, float]:
     """Send a body; return the status of the answer, 0 where there is none, and the seconds after which to come back."""
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})  # noqa: S310 - checked
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - checked
     try:
         with urllib.request.build_opener(NoRedirect).open(request, timeout=_TIMEOUT) as answer:
             return int(answer.status), 0.0

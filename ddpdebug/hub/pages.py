@@ -25,7 +25,7 @@ from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog, planned
 from ddpdebug.hub import derived, queries, schema
 from ddpdebug.hub.auth import COOKIE
-from ddpdebug.hub.groups import differing, holders, shared
+from ddpdebug.hub.facts import facts
 from ddpdebug.hub.states import LIVE, STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.reports.html import SWATCHES, lines, path, timeline
@@ -37,11 +37,10 @@ from ddpdebug.sinks.text import BUNDLE, SEPARATOR, clean, number, ranks_text
 _STATIC = {"hub.css": "text/css", "hub.js": "text/javascript", "icon.svg": "image/svg+xml"}
 #: The report is a page of its own that brings its style along.
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-_MAX_COMPARED, _MAX_BUNDLES, _MAX_GROUP = 8, 100, 1000
+_MAX_BUNDLES, _MAX_GROUP = 100, 1000
 _MAX_FORM, _MAX_TEXT, _MAX_AUTHOR, _FORM_SECONDS = 16 << 10, 2000, 80, 30.0
 _HOURS = (1, 24, 168, 720)
 _SPANS = {1: "a day", 7: "a week", 30: "30 days", 0: "all"}
-_COMPARED = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888", "currentColor")
 _LOSS = {"highest rank": "#D55E00", "mean": "#0072B2", "lowest rank": "#56B4E9"}
 _SECONDS = {"longest": "#D55E00", "mean": "#0072B2"}
 _DAY = 86_400.0
@@ -62,7 +61,6 @@ def routes(store: Store) -> list[Route]:
         Route("/runs/{key}", pages.answer(pages.run)),
         Route("/runs/{key}", pages.take_note, methods=["POST"]),
         Route("/runs/{key}/report", pages.answer(pages.report)),
-        Route("/compare", pages.answer(pages.compare)),
         Route("/groups", pages.answer(pages.groups)),
         Route("/groups/{group:path}", pages.answer(pages.group)),
         Route("/groups/{group:path}", pages.take_note, methods=["POST"]),
@@ -75,7 +73,6 @@ class _Pages:
 
     def __init__(self, store: Store) -> None:
         self._store, self._clock = store, store.clock
-        self._facts = queries.KnownFacts()
         self._reporting = Lock()
         self._templates = Environment(
             loader=PackageLoader("ddpdebug.hub"),
@@ -127,11 +124,11 @@ class _Pages:
             ranks = queries.ranks(connection, key)
             listed = queries.document(connection, key, mirror.BUNDLES)
             notes = queries.notes(connection, run=key)
-            facts = self._facts.of(connection, [key]).get(key, {})
             groups = queries.sizes(connection, {one.group for one in found})
             of_groups = queries.notes(connection)
         document = queries.parsed(row.document)
         document = document if isinstance(document, dict) else {}
+        known = facts(document)
         read = [(one, finding) for one in found if (finding := Finding.read(one.document)) is not None]
         articles = [
             Markup(finding_article(finding, self._more(one, place, groups[one.group], of_groups)))  # noqa: S704 - it escapes
@@ -139,13 +136,13 @@ class _Pages:
         ]
         marks = {one.step: f"{one.code}: {clean(one.title, 120)}" for one in reversed(found) if one.step is not None}
         place, bundles = _bundles(listed, [finding for _, finding in read])
-        settings = [item for item in facts.items() if item[0].startswith("ddpdebug ")]
+        settings = [item for item in known.items() if item[0].startswith("ddpdebug ")]
         return self._page(
             request, "run.html", title=_name(row), run=self._shown(row), tiles=_tiles(row, document, found),
             waiting=_waiting(document), articles=articles, left_out=(row.findings or 0) - len(articles),
             charts=_charts(curves, marks), ranks=[_rank(one, live=row.state in LIVE) for one in ranks],
             place=place, bundles=bundles, settings=settings,
-            facts=[item for item in facts.items() if item not in settings], notes=notes,
+            facts=[item for item in known.items() if item not in settings], notes=notes,
         )  # fmt: skip
 
     def report(self, request: Request) -> Response:
@@ -166,70 +163,24 @@ class _Pages:
                 raise _RefusedError(409, f"no report can be made of it: {words}") from None
         return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
-    def compare(self, request: Request) -> Response:
-        """Two or more runs beside each other."""
-        keys = [key for key in dict.fromkeys(map(derived.text, request.query_params.getlist("run"))) if key]
-        if not keys:
-            raise _RefusedError(400, "choose the runs to compare in the list of runs")
-        if len(keys) > _MAX_COMPARED:
-            raise _RefusedError(400, f"{len(keys)} runs are too many to compare: {_MAX_COMPARED} at most")
-        with self._store.read() as connection:
-            rows = [self._known(queries.run(connection, key), key) for key in keys]
-            curves = [queries.curves(connection, key) for key in keys]
-            facts = self._facts.of(connection, keys)
-            found = queries.groups_of(connection, keys)
-            others, _ = queries.runs(connection, queries.Asked(sort="newest"))
-        shown = [self._shown(row) for row in rows]
-        for one in shown:  # a name may be that of several
-            if sum(other["shown"] == one["shown"] for other in shown) > 1:
-                one["shown"] = f"{one['shown']} {one['key']}" if one["shown"] != one["key"] else one["key"]
-        names = [one["shown"] for one in shown]
-        steps = min(one.steps[0] for one in curves), max(one.steps[1] for one in curves)
-        colors = dict(zip(names, _COMPARED, strict=False))
-        charts = {
-            what: Markup(lines(dict(zip(names, series, strict=True)), steps, {}, unit, colors))  # noqa: S704 - it escapes
-            for what, unit, series in (
-                ("loss", "", [one.loss.get("mean", []) for one in curves]),
-                ("pace", "s", [one.seconds.get("mean", []) for one in curves]),
-            )
-        }
-        different = [
-            {**self._group_name(next(iter(have.values()))), "cells": [_cell(have.get(key)) for key in keys]}
-            for have in found.values()
-            if len(have) < len(keys)
-        ]
-        return self._page(
-            request, "compare.html", title="Runs compared", runs=shown, charts=charts, found=different,
-            any_found=bool(found), differing=differing([facts.get(key, {}) for key in keys]),
-            others=map(self._shown, others),
-        )  # fmt: skip
-
     def groups(self, request: Request) -> Response:
         """Findings of one kind across runs."""
         days = _whole(request, "days", 7, {number: number for number in _SPANS})
         since = self._clock() - days * _DAY if days else 0.0
         with self._store.read() as connection:
             rows = queries.groups(connection, since)
-            those = queries.members(connection, [row.group for row in rows], since)
-            facts = self._facts.since(connection, since)
             notes = queries.notes(connection)
-        having = holders(facts)
-        shown = [
-            {**self._group(row, notes), "shared": shared(those[row.group] & facts.keys(), having, len(facts))[:1]}
-            for row in rows
-        ]
+        shown = [self._group(row, notes) for row in rows]
         return self._page(request, "groups.html", title="Findings across runs", groups=shown, days=days, spans=_SPANS)
 
     def group(self, request: Request) -> Response:
-        """One kind of finding: the runs that have it, what they have in common, and the runbook."""
+        """One kind of finding: the runs that have it, and the runbook."""
         name = derived.text(request.path_params["group"], _MAX_GROUP)
         with self._store.read() as connection:
             rows = queries.groups(connection, 0.0, group=name)
             if not rows:
                 raise _RefusedError(404, f"no findings {clean(name, 80)}")
             members = queries.in_group(connection, name)
-            keys = queries.members(connection, [name], 0.0)[name]
-            facts = self._facts.since(connection, 0.0)
             notes = queries.notes(connection, group=name)
         shown = [
             {
@@ -239,7 +190,7 @@ class _Pages:
             }
             for row in members
         ]  # fmt: skip
-        told = {**self._group(rows[0], notes), "shared": shared(keys & facts.keys(), holders(facts), len(facts))}
+        told = self._group(rows[0], notes)
         prose = _runbooks().get(rows[0].code)
         return self._page(
             request, "group.html", title=f"{rows[0].code}", group=told, members=shown, notes=notes, runbook=prose
@@ -512,7 +463,3 @@ def _bundles(listed: Any, found: Sequence[Finding]) -> tuple[str, list[str]]:
 def _integers(text: str) -> list[int]:
     known = queries.parsed(text)
     return [one for one in known if type(one) is int] if isinstance(known, list) else []
-
-
-def _cell(row: Any) -> str:
-    return "" if row is None else "yes" if row.step is None else f"step {row.step}"

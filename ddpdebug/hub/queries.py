@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, and_, case, distinct, exists, false, func, or_, select, true
 
 from ddpdebug.hub import schema
-from ddpdebug.hub.groups import Facts, facts
 from ddpdebug.hub.states import LIVE
 from ddpdebug.reports.html import Points
 from ddpdebug.schema.finding import Severity
@@ -23,8 +21,6 @@ PAGE = 50
 MAX_FINDINGS, MAX_RANKS, MAX_MEMBERS, MAX_GROUPS = 200, 512, 200, 200
 #: So many points has the small curve of a run.
 _SPARK = 64
-#: So many runs are looked at for what some have in common, the newest.
-_MAX_FACTS = 1000
 #: So many ranks have a lane of their own where ranks were outvoted.
 _LANES = 16
 
@@ -220,31 +216,12 @@ def sizes(connection: Connection, names: Iterable[str]) -> dict[str, Row[Any]]:
     return {row.group: row for row in connection.execute(found)}
 
 
-def members(connection: Connection, names: Iterable[str], since: float) -> dict[str, set[str]]:
-    """Return group -> its runs."""
-    found = select(_finding.group, _finding.run).where(_finding.group.in_(list(names)), _finding.first_seen >= since)
-    those: dict[str, set[str]] = {}
-    for group, key in connection.execute(found.distinct()):
-        those.setdefault(group, set()).add(key)
-    return those
-
-
 def in_group(connection: Connection, group: str) -> list[Row[Any]]:
     """Return the findings of a group with their runs, the newest first."""
     when = func.coalesce(_finding.time, _finding.first_seen).label("raised")
     about = [_finding.step, _finding.ranks, _finding.subject, when]
     found = select(*_SHOWN, *about).join(schema.finding, _run.key == _finding.run).where(_finding.group == group)
     return list(connection.execute(found.order_by(when.desc()).limit(MAX_MEMBERS)))
-
-
-def groups_of(connection: Connection, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return group -> run -> its first finding of that group."""
-    columns = (_finding.group, _finding.run, _finding.code, _finding.severity, _finding.title, _finding.step)
-    found = select(*columns).where(_finding.run.in_(keys)).order_by(_finding.place.desc())
-    those: dict[str, dict[str, Any]] = {}
-    for row in connection.execute(found):
-        those.setdefault(row.group, {})[row.run] = row
-    return those
 
 
 def notes(connection: Connection, *, run: str | None = None, group: str | None = None) -> list[Row[Any]]:
@@ -256,29 +233,3 @@ def notes(connection: Connection, *, run: str | None = None, group: str | None =
     return list(
         connection.execute(select(schema.note).where(about).order_by(note.time.desc(), note.id.desc()).limit(500))
     )
-
-
-class KnownFacts:
-    """The facts of runs, each read once: what a run was started with does not change."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._known: dict[str, Facts] = {}
-
-    def of(self, connection: Connection, keys: Iterable[str]) -> dict[str, Facts]:
-        """Return key -> facts."""
-        with self._lock:
-            found = {key: self._known[key] for key in keys if key in self._known}
-        missing = [key for key in keys if key not in found]
-        rows = connection.execute(select(_run.key, _run.document).where(_run.key.in_(missing))) if missing else ()
-        new = {key: facts(known) for key, text in rows if isinstance(known := parsed(text), dict)}
-        with self._lock:
-            self._known |= new
-            while len(self._known) > 2 * _MAX_FACTS:
-                del self._known[next(iter(self._known))]
-        return found | new
-
-    def since(self, connection: Connection, since: float) -> dict[str, Facts]:
-        """Return the facts of the runs that were seen since a time."""
-        newest = select(_run.key).where(_run.last_seen >= since).order_by(_run.last_seen.desc()).limit(_MAX_FACTS)
-        return self.of(connection, connection.scalars(newest).all())

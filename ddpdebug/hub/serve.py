@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ddpdebug.errors import UsageError
 from ddpdebug.hub.app import Feed, create
 from ddpdebug.hub.auth import Auth
-from ddpdebug.hub.outgoing import Collector, Hook, Outgoing
+from ddpdebug.hub.outgoing import Hook, Outgoing
 from ddpdebug.hub.pages import routes
 from ddpdebug.hub.store import Store
 from ddpdebug.hub.watch import Watch
@@ -65,13 +65,13 @@ class Serving:
         self._feed = Feed(self._store, _say)
         self._app = create(self._store, tokens, pages=routes(self._store), feed=self._feed, keep=keep, most=most)
 
-    def tell(self, hooks: Sequence[Hook], collector: Collector | None, address: str) -> None:
+    def tell(self, hooks: Sequence[Hook], address: str) -> None:
         """Tell others what is new, from `run` on.
 
         Args:
             address: by which people reach the hub; the default is where it serves.
         """
-        self._outgoing = Outgoing(self._store, hooks, collector, address=address or self.url, say=_say)
+        self._outgoing = Outgoing(self._store, hooks, address=address or self.url, say=_say)
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; return the exit status."""

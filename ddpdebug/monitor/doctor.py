@@ -10,7 +10,6 @@ import datetime
 import importlib
 import os
 import platform
-import resource
 import shutil
 import socket
 import sys
@@ -36,23 +35,17 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.entries import Placed
 from ddpdebug.progress import black_box, kernel
-from ddpdebug.sinks.text import counted
 from ddpdebug.torch_internals import names, nodes
 
-_DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xxhash", "numpy")
+_DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xxhash", "numpy", "triton")
 #: What the tests run with, and what they were run with by hand (docs/installation.md).
 _TESTED_TORCH, _TESTED_PYTHONS = "2.13", ((3, 11), (3, 14))
 #: Of each extra, what is imported, and what there is with it alone.
 EXTRAS = {
     "hub": (("starlette", "uvicorn", "sqlalchemy", "jinja2"), "ddpdebug hub, one page for all runs of a team"),
     "hub-postgres": (("psycopg",), "a hub that keeps its runs in Postgres"),
-    "grafana": (("grafana_api",), "annotations in Grafana"),
-    "plots": (("matplotlib",), "the plots of the preflight as files"),
     "mcp": (("mcp",), "answers to programs that ask about runs"),
 }
-#: What jobs have failed for want of, elsewhere: files for sockets and workers, memory for the batches of workers.
-_FEW_FILES, _LITTLE_SHARED = 4096, 1 << 30
-_SHARED = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written
 _FIRST_WRITES = 1 << 20
 _NOT_HERE = "not here: "
 assert nodes.NODES  # they are in the table of names once the module is loaded
@@ -105,7 +98,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine: what it offers, side group, metrics port, what hangs are told by, run directory.
+    """A check of this machine: side group, metrics port, what hangs are told by, run directory.
 
     Args:
         fine: None where it is only told, whatever it is.
@@ -233,73 +226,22 @@ def _backends() -> dict[str, str]:
     return {**found, "cuda": built if torch.backends.cuda.is_built() else "not here"}
 
 
-def _machine() -> Iterable[Check]:
-    """Say what this machine offers: none of it is needed, some of it limits what a job can do."""
+def _here() -> Iterable[Check]:
+    """Say what of this place was tried, and which extras are not installed: none of them is needed."""
     first, last = ((".".join(map(str, version))) for version in _TESTED_PYTHONS)
     tried = _TESTED_PYTHONS[0] <= sys.version_info[:2] <= _TESTED_PYTHONS[1]
     yield Check("python", None, f"{first} to {last} were tried" + ("" if tried else ", this one was not"))
     same = str(torch.__version__).startswith(f"{_TESTED_TORCH}.")
     more = "" if same else ", this one is another: see what is missing among its private names below"
     yield Check("torch", None, f"the tests run with {_TESTED_TORCH}{more}")
-    yield Check("accelerators", None, _accelerators())
-    yield Check("triton", None, _version_of("triton") or "not here")
     for extra, (modules, what) in EXTRAS.items():
         missing = [name for name in modules if util.find_spec(name) is None]
         add = f"{_NOT_HERE}{', '.join(missing)}; `pip install 'ddpdebug[{extra}]'` adds {what}"
         yield Check(f"[{extra}]", None, add if missing else f"installed: {what}")
-    programs = [name for name in ("prometheus", "alertmanager") if shutil.which(name)]
-    yield Check("monitoring", None, f"{' and '.join(programs) or 'no Prometheus'} on this machine; it may be anywhere")
-    yield Check("cores", None, _cores())
-    yield Check("shared memory", None, _shared_memory())
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = "; loaders with many workers may need more (`ulimit -n`)" if 0 <= files < _FEW_FILES else ""
-    yield Check("open files", None, f"{_limit(files)} for each process, {_limit(most)} at most{few}")
-
-
-def _accelerators() -> str:
-    found = []
-    for index in range(torch.cuda.device_count() if torch.backends.cuda.is_built() else 0):
-        try:
-            about = torch.cuda.get_device_properties(index)
-        except RuntimeError as error:  # the driver counts it, and CUDA cannot be used
-            found.append(f"cuda:{index}, which cannot be used: {text_of(error)}")
-        else:
-            found.append(f"cuda:{index} {about.name}, {about.total_memory >> 20} MiB")
-    other = internals.accelerator()
-    if other not in {None, "cuda"}:
-        found.append(f"{other}, whose memory and times are not read")
-    return "; ".join(found) or "none: jobs train on the CPU"
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _cores() -> str:
-    """Say how many cores this process may use, and how many threads torch takes in each rank."""
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    many = "" if "OMP_NUM_THREADS" in os.environ else "; torchrun gives each of several ranks one"
-    return f"{cores} of {os.cpu_count()} for this process; torch computes with {counted(threads, 'thread')}{many}"
-
-
-def _shared_memory() -> str:
-    try:
-        room = shutil.disk_usage(_SHARED)
-    except OSError as error:
-        return f"{_SHARED}: {error.strerror or error}; a DataLoader's workers need it"
-    little = "; a DataLoader's workers may die of so little (containers: `--shm-size`)"
-    return f"{room.free >> 20} of {room.total >> 20} MiB free" + (little if room.free < _LITTLE_SHARED else "")
-
-
-def _limit(value: int) -> str:
-    return "no limit" if value == resource.RLIM_INFINITY else str(value)
 
 
 def _checks(config: Config) -> Iterable[Check]:
-    yield from _machine()
+    yield from _here()
     yield Check("side group", *_tried(_side_group, "ranks can be compared over gloo"))
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

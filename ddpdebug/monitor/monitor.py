@@ -466,9 +466,9 @@ class Monitor:
             return None
         with suppress(Exception):  # where there can be none, who needs it says so, later
             self._host.records()
-        if "RANK" not in os.environ:  # it is not certain which rank this is
-            return None
-        return start_served(self.config, os.environ, self._host, rank, local_rank, lambda _: None)
+            if "RANK" in os.environ and serves(self.config, rank):  # else it is not certain which rank this is
+                return start_served(self.config, os.environ, self._host, local_rank)
+        return None
 
     def _close_at_exit(self) -> None:
         """End with the interpreter, which keeps the exception that ended the script.

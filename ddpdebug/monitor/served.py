@@ -1,4 +1,4 @@
-"""The sink whose records are served by the process beside this rank, which is started again where it has died."""
+"""The sinks with a process beside this rank: one serves its records, one sends the run directory to a hub."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ddpdebug.clock import time
 from ddpdebug.companion.calls import dumped, json_of_record
 from ddpdebug.config.settings import Config
 from ddpdebug.processes.beside import Beside, Channel, GoneError, knock
+from ddpdebug.processes.pusher import Pusher
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.prometheus.listening import Serving
@@ -28,6 +29,8 @@ _DOOR_SECONDS, _AGAIN_SECONDS = 2.0, 10.0
 _STARTS = 5
 #: What a process that is stopped, or far too slow, has not taken is dropped beyond so many bytes.
 _BEHIND = 4 << 20
+#: What is waited for at the end of a rank that nothing outlives; how often what pushes is heard.
+_PUSH_SECONDS, _HEAR_SECONDS = 2.0, 1.0
 #: What the next process reads in the run directory.
 _LOGGED = (RunStarted, StepJudged, Saved, FindingRaised)
 
@@ -105,14 +108,15 @@ class Served:
         """Have what goes wrong reported."""
         self._tell = tell
 
-    def open(self) -> str | None:
-        """Return the address; None where nothing is served there."""
-        until = time.monotonic() + _ADDRESS_SECONDS
+    def open(self) -> str:
+        """Return the address; raise OSError where nothing is served there."""
+        said = dict[str, Any]()
         with suppress(GoneError):
-            said = json.loads(self._channel.receive(until - time.monotonic()) or b"{}")
-            self.url, self._leads = said.get("url"), said.get("leads")
-        if self.url is None:
+            said = json.loads(self._channel.receive(_ADDRESS_SECONDS) or b"{}")
+        if "url" not in said:
             self._channel.close()
+            raise OSError(*said.get("failed", ["the process beside this rank does not answer"]))
+        self.url, self._leads = said["url"], said["leads"]
         return self.url
 
     def let_in(self, door: str, rank: int) -> None:
@@ -191,6 +195,64 @@ class Served:
                 if message is not None and "over" in json.loads(message):
                     break
         self._channel.close()
+
+
+class HubSink:
+    """The sink that has a hub told of the run, on rank 0 only; behind the one that writes the run directory.
+
+    Args:
+        settings: `url`, `token` and `token_file`.
+        contained: nothing outlives the rank here: its end waits a moment for the last push.
+        tell: called with a `Trouble` when the hub does not take the run.
+    """
+
+    part = "hub"  # what messages call it
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        directory: Path,
+        settings: Mapping[str, str],
+        *,
+        contained: bool,
+        tell: Callable[[Trouble], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pusher, self._directory, self._settings = pusher, directory, settings
+        self._contained, self._tell, self._clock = contained, tell, clock
+        self._heard = clock()
+
+    def write(self, record: Record) -> None:
+        """Have the run pushed from its first record on, and say what the hub has against it."""
+        match record:
+            case RunStarted():
+                self._pusher.tell(**self._settings, directory=str(self._directory))
+            case RunEnded():
+                self._end()
+            case Trouble():
+                pass  # it may be what was heard
+            case _ if self._clock() - self._heard >= _HEAR_SECONDS:
+                self._heard = self._clock()
+                self._say(self._pusher.hear())
+
+    def close(self) -> None:
+        """Let go of the process, which goes on until the hub has the run."""
+        self._pusher.close()
+
+    def _end(self) -> None:
+        self._say(self._pusher.hear())
+        self._pusher.tell(end=True)
+        until = self._clock() + _PUSH_SECONDS
+        while self._contained and (left := until - self._clock()) > 0:
+            said = self._pusher.hear(left)
+            self._say(said)
+            if not said or "done" in said:
+                break
+        self._pusher.close()
+
+    def _say(self, said: Mapping[str, Any]) -> None:
+        if isinstance(message := said.get("trouble"), str):
+            self._tell(Trouble(part="sink:hub waiting", message=message))
 
 
 def settings_of(config: Config, local_rank: int, avoid: frozenset[int], *, contained: bool) -> dict[str, Any]:

@@ -8,23 +8,22 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
-from ddpdebug.errors import text_of
-from ddpdebug.monitor.served import Host, Served, serving_of, settings_of
+from ddpdebug.monitor.served import Host, HubSink, Served, settings_of
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import ANNOTATIONS
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
 from ddpdebug.schema.announcements import Device
-from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink, Trouble
+from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.terminal import Terminal
 
@@ -69,20 +68,19 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     fanout, url = Fanout((), redactor=redactor), None
     sinks: list[Sink] = [RunDirectory(home, rank, disk=disk, tell=fanout.write)]
     if serves(config, rank):
-        served = served or start_served(config, os.environ, host, rank, local_rank, fanout.write)
-        url, more = (None, []) if served is None else _beside(served, home, fanout.write)
-        if served is not None and url is not None and (rank == 0 or local_rank == 0):
-            served.let_in(door, rank)
-        if url is None:
-            url, more = _metrics(config, rank, local_rank)
-        sinks += more
+        try:
+            served = served or start_served(config, os.environ, host, local_rank)
+            served.log = home
+            served.report(fanout.write)
+            url = served.open()
+            if rank == 0 or local_rank == 0:
+                served.let_in(door, rank)
+            sinks.append(served)
+        except Exception as error:  # noqa: BLE001 - an audit hook of the script's may refuse it
+            sinks.append(_NotServed(error))
     elif served is not None:
         served.close()
-    if rank == 0 and config.grafana_url is not None:
-        sinks.append(_annotations(config.grafana_url, config.grafana_token_file, home, disk, fanout.write))
     if rank == 0 and pusher is not None:
-        from ddpdebug.sinks.hub import HubSink  # noqa: PLC0415 - a rank loads what it uses
-
         token = os.environ.get("DDPDEBUG_HUB_TOKEN", "")
         told = {"url": str(config.hub), "token": token, "token_file": str(config.hub_token_file or "")}
         sinks.append(HubSink(pusher, home, told, contained=_is_contained(os.environ), tell=fanout.write))
@@ -116,36 +114,17 @@ def serves(config: Config, rank: int) -> bool:
     return config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0)
 
 
-def _beside(served: Served, home: Path, tell: Callable[[Trouble], object]) -> tuple[str | None, list[Sink]]:
-    """Return the address at which a process beside this rank serves, and the sink that passes records on."""
-    served.log = home
-    served.report(tell)
-    url = served.open()
-    return url, [] if url is None else [served]
+class _NotServed:
+    """A sink in the place of one that could not be made, so that the others hear why."""
 
+    part: ClassVar[str] = Served.part
 
-def _metrics(config: Config, rank: int, local_rank: int) -> tuple[str | None, list[Sink]]:
-    """Return the address of the metrics of a rank, and the sinks that serve them in this process."""
-    from ddpdebug.sinks.prometheus.discovery import Discovery  # noqa: PLC0415 - a rank loads what it uses
-    from ddpdebug.sinks.prometheus.exporter import PrometheusSink  # noqa: PLC0415
-    from ddpdebug.sinks.prometheus.listening import ask_to_leave  # noqa: PLC0415
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
-    discovery = None if config.sd_dir is None else Discovery(config.sd_dir)
-    every = (lambda: None) if discovery is None else discovery.keep
-    serving = replace(serving_of(config), every=every, avoid=ports_of_the_job(os.environ), ask=ask_to_leave)
-    where = config.metrics_host, config.metrics_port
-    prometheus = PrometheusSink(rank, *where, mode=config.metrics, local_rank=local_rank, serving=serving)
-    return prometheus.url, [prometheus] if discovery is None else [prometheus, discovery]
-
-
-def _annotations(
-    address: str, token_file: Path | None, home: Path, disk: Disk, tell: Callable[[Trouble], None]
-) -> Sink:
-    from ddpdebug.grafana.annotations import Annotations  # noqa: PLC0415 - a rank loads what it uses
-    from ddpdebug.grafana.client import Grafana, read_token  # noqa: PLC0415
-
-    connect = lambda: Grafana(address, read_token(token_file))  # noqa: E731 - each time with the token of then
-    return Annotations(connect, home / ANNOTATIONS, disk=disk, tell=tell)
+    def write(self, _: Record) -> None:
+        """Raise what was in the way."""
+        raise self._error
 
 
 class _HangsOnly:
@@ -168,25 +147,9 @@ def stand_in(home: Path, rank: int, disk: Disk, *, quiet: bool) -> list[Sink]:
     return [_HangsOnly(sink) for sink in sinks]
 
 
-def start_served(
-    config: Config,
-    environ: Mapping[str, str],
-    host: Host,
-    rank: int,
-    local_rank: int,
-    tell: Callable[[Trouble], object],
-) -> Served | None:
-    """Have the process beside this rank serve it; None where this process serves."""
-    if not serves(config, rank) or not sys.platform.startswith("linux"):
-        return None
-    settings = settings_of(config, local_rank, ports_of_the_job(environ), contained=_is_contained(environ))
-    try:
-        return Served(host, settings)
-    except Exception as error:  # noqa: BLE001 - an audit hook of the script's may refuse it
-        if settings["linger"] or settings["push"]:  # the metrics are served by this process
-            message = f"what the run comes to will not be served after its end: {text_of(error)}"
-            tell(Trouble(part="companion", message=message))
-        return None
+def start_served(config: Config, environ: Mapping[str, str], host: Host, local_rank: int) -> Served:
+    """Have the process beside this rank serve it; raise what is in the way."""
+    return Served(host, settings_of(config, local_rank, ports_of_the_job(environ), contained=_is_contained(environ)))
 
 
 def _is_contained(environ: Mapping[str, str]) -> bool:

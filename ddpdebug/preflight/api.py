@@ -26,7 +26,7 @@ from ddpdebug.preflight.subject import Subject
 
 #: Batches that are taken of a loader.
 BATCHES = 8
-_SETTINGS = frozenset({"expect_loss", "causal", "with_model", "tokenizer"})
+_SETTINGS = frozenset({"expect_loss", "causal", "with_model"})
 _MODEL_NAMES = frozenset({"model", "net", "network", "module"})
 
 
@@ -40,11 +40,6 @@ class Preflight:
     def failed(self) -> tuple[Check, ...]:
         """The checks that failed."""
         return tuple(check for check in self.checks if check.status is Status.FAIL)
-
-    @property
-    def warned(self) -> tuple[Check, ...]:
-        """The checks that warn."""
-        return tuple(check for check in self.checks if check.status is Status.WARN)
 
     def __str__(self) -> str:
         return render(self.checks)
@@ -75,8 +70,7 @@ def preflight(
         val_batches: of the validation data.
         only: the groups to run, for example `["data", "initial loss"]`; all by default.
         settings: `expect_loss=2.3` (the loss to expect at first), `causal=True` (the model must not see the future),
-            `with_model=True` (`loss_fn` takes the model, whatever its parameter is called), `tokenizer=t` (with a
-            method `decode`, to show tokens as text).
+            `with_model=True` (`loss_fn` takes the model, whatever its parameter is called).
 
     Raises:
         ddpdebug.UsageError: nothing can be checked with these arguments.
@@ -113,7 +107,6 @@ def subject_of(
         optimizer_for=None if optimizer is None else optimizer_maker(optimizer, names),
         batches=own,
         val_batches=validation,
-        make_batches=(lambda: iter(loader_twin(batches))) if hasattr(batches, "__len__") else None,
         samples=Samples(),
         settings=settings,
         facts={"holdings": held},

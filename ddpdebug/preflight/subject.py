@@ -29,7 +29,6 @@ class Subject:
         batches: the first batches in the order of training; what they are is up to `loss_of`.
         micro_batches: per optimizer step.
         val_batches: of the validation data, where they are known.
-        make_batches: starts the caller's input pipeline anew where that is possible (an iterable of batches).
         samples: of the data sets, as the script's loaders and the user's own code give them.
         settings: what the user told the checks: `expect_loss`, `causal`.
         facts: what the capture saw of the script besides (seeds, loaders, call sites), JSON values.
@@ -41,7 +40,6 @@ class Subject:
     batches: Sequence[Any]
     micro_batches: int = 1
     val_batches: Sequence[Any] = ()
-    make_batches: Callable[[], Any] | None = None
     samples: Samples | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -55,7 +55,6 @@ RUN = "run.json"
 FINDINGS = "findings.jsonl"
 IGNORED = "ignored.jsonl"
 #: Marks of the findings that Grafana has: a line of JSON for each, `{"sent": id of the finding}`.
-ANNOTATIONS = "annotations.jsonl"
 STEPS = "steps.bin"
 OBSERVATIONS = "observations.jsonl"
 RANKS = "ranks"

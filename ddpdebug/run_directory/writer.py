@@ -271,7 +271,6 @@ class OwnFindings:
 def _set_aside(directory: Path, disk: Disk) -> None:
     """Move the shared files of an earlier run in this directory (an elastic restart, a second use) out of the way."""
     old = [directory / files.RUN, directory / files.FINDINGS, directory / files.IGNORED]
-    old.append(directory / files.ANNOTATIONS)
     old += segment_paths(directory / files.STEPS) + segment_paths(directory / files.OBSERVATIONS)
     old = [path for path in old if path.is_file()]
     if not old:

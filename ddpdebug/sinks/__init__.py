@@ -102,7 +102,7 @@ class Trouble:
         """Whether a part has switched itself off; otherwise the message says by itself what is not looked at."""
         part = self.part.partition(" of rank ")[0]
         return part not in {"companion", "device", "guard", "judging", "threads", "torch"} and not part.startswith(
-            ("sink:run_directory ", "sink:annotations ", "sink:hub ")
+            ("sink:run_directory ", "sink:hub ")
         )
 
 
@@ -138,7 +138,7 @@ Record = RunStarted | StepJudged | Met | Waiting | FindingRaised | FindingIgnore
 
 
 class Sink(Protocol):
-    """A destination of records: the terminal, the run directory, Prometheus, Grafana."""
+    """A destination of records: the terminal, the run directory, Prometheus, the hub."""
 
     def write(self, record: Record) -> None:
         """Take one record; ignore kinds that do not concern this sink."""

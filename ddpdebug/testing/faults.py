@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpdebug.ci.faults import flip_bit, raise_rate, with_nan
 from ddpdebug.errors import did_you_mean
 
 #: What a fault does, by its name.
@@ -23,6 +22,7 @@ KINDS: Mapping[str, str] = {
     "same-data": "the rank's forward gets the inputs of rank 0 from this step on",
 }
 _LR_FACTOR = 10.0
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fault:
@@ -91,7 +91,7 @@ class Fault:
     def _stepped(self, target: Tensor) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if self.kind == "bit-flip" and self._due() and self._is_here(world):
-            flip_bit(target)
+            _flip_bit(target)
             self.happened = True
         self._taken += 1
 
@@ -99,7 +99,7 @@ class Fault:
         if not self._due():
             return None
         self.happened = True
-        return with_nan(gradient)
+        return _with_nan(gradient)
 
     def _keep_gradient(self, parameter: Tensor) -> None:
         if self._due() and parameter.grad is not None:
@@ -115,7 +115,7 @@ class Fault:
 
     def _raise_lr(self, optimizer: torch.optim.Optimizer) -> None:
         if self._due():
-            raise_rate(optimizer, _LR_FACTOR)
+            _raise_rate(optimizer, _LR_FACTOR)
             self.happened = True
 
     def _share_inputs(self, _: object, args: Any, kwargs: Any) -> Any:
@@ -146,3 +146,27 @@ class _Before:
     def remove(self) -> None:
         """Let the optimizer step as its class does."""
         vars(self._optimizer).pop("step", None)
+
+
+def _flip_bit(parameter: torch.Tensor) -> None:
+    """Flip a bit of the first element: high in the mantissa, so that the value stays finite."""
+    with torch.no_grad():
+        place = (0,) * parameter.dim()
+        number = parameter[place].clone().reshape(1)
+        bits = number.view(_INTEGERS[number.element_size()])
+        mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}.get(number.dtype, 1)
+        bits ^= 1 << (mantissa - 1)
+        parameter[place] = bits.view(number.dtype)[0]
+
+
+def _with_nan(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose first element is NaN."""
+    changed = gradient.clone()
+    changed[(0,) * changed.dim()] = float("nan")
+    return changed
+
+
+def _raise_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor

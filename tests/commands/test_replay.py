@@ -262,18 +262,6 @@ def test_precision(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
         assert answer in capsys.readouterr().out
 
 
-def test_shrink(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 64 samples the two guilty ones are named."""
-    x = _batch(64)
-    x[[11, 50], 0] = 0
-    words = ["replay", case.bundle(x), "--model", "net.py:build", "--shrink", "--json", "r.json"]
-    assert main(words) == 1
-    assert "of 64 samples, 2 fail alone: 11, 50" in capsys.readouterr().out
-    found = json.loads((case.folder / "r.json").read_text())["shrink"]
-    assert found["subsets"] == [[11], [50]]
-    assert found["runs"] < 64
-
-
 def test_left_out_is_told(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     """A bundle without parameters runs with the model's own, which is said."""
     bundle = Path(case.bundle(_batch()))
@@ -313,7 +301,7 @@ _WRONG = {
     "two devices": (["--model", "net.py:build", "--device", "cuda", "--cpu"], "contradict"),
     "dtype": (["--model", "net.py:build", "--dtype", "int3"], "float32"),
     "json": (["--model", "net.py:build", "--json", "no/such/file"], "cannot be written"),
-    "option": (["--shrnk"], "did you mean --shrink"),
+    "option": (["--devic"], "did you mean --device"),
 }
 
 

@@ -170,8 +170,6 @@ def test_one_name_everywhere() -> None:
         "markdown",
         "codequality",
         "timeout",
-        "self_test",
-        "record",
         "golden",
     }
 

@@ -64,7 +64,7 @@ def test_the_first_culprit_is_named_and_nothing_else(fault: str, observed: dict[
 @pytest.mark.parametrize("fault", [fault for fault in _EXPECTED if fault not in {"masked", "none"}])
 def test_the_metrics_name_the_rank_that_made_it(fault: str, observed: dict[str, list[dict[str, Any]]]) -> None:
     """Only that one, although all ranks are NaN a step later."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink = PrometheusSink(0, mode="rank0")
     sink.write(StepJudged(step=Step(step=0, optimizer=0, world=2, rows={rank: Row(rank=rank) for rank in (0, 1)})))
     for finding in observed[fault]:
         sink.write(FindingRaised(finding=Finding.from_json(json.dumps(finding))))

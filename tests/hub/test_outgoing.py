@@ -16,7 +16,7 @@ import pytest
 from run_records import FINDING
 
 from ddpdebug.errors import UsageError
-from ddpdebug.hub.outgoing import Collector, Hook, Outgoing, read_hooks
+from ddpdebug.hub.outgoing import Hook, Outgoing, read_hooks
 from ddpdebug.hub.schema import note
 from ddpdebug.hub.store import Store
 from ddpdebug.run_directory.mirror import Piece
@@ -289,31 +289,6 @@ def test_two_hubs_on_one_database_send_a_message_once(hub: _Hub, listener: _List
     for thread in threads:
         thread.join()
     assert len(listener.told) == 20
-
-
-def test_findings_are_logs_of_opentelemetry(hub: _Hub, listener: _Listener) -> None:
-    """All of them, at the address and with the headers that its variables name."""
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"{listener.url}/", "OTEL_EXPORTER_OTLP_HEADERS": "api-key=a%20b,x=1"}
-    outgoing = hub.outgoing(collector=Collector.of(environ))
-    hub.receive(replace(FINDING, severity=Severity.INFO))
-    assert (outgoing.look(), outgoing.look()) == (1, 0)
-    ((path, headers, body),) = listener.told
-    assert (path, headers["api-key"], headers["x"]) == ("/v1/logs", "a b", "1")
-    (record,) = body["resourceLogs"][0]["scopeLogs"][0]["logRecords"]
-    assert (record["severityNumber"], record["severityText"]) == (9, "INFO")
-    assert record["timeUnixNano"] == str(int(datetime(2026, 11, 21, 2, 9, tzinfo=UTC).timestamp() * 1e9))
-    told = {one["key"]: one["value"] for one in record["attributes"]}
-    assert told["ddpdebug.code"] == {"stringValue": "RANK101"}
-    assert told["ddpdebug.ranks"] == {"arrayValue": {"values": [{"intValue": "2"}]}}
-    assert told["ddpdebug.step"] == {"intValue": "57"}
-    about = {one["key"]: one["value"]["stringValue"] for one in body["resourceLogs"][0]["resource"]["attributes"]}
-    assert (about["service.name"], about["ddpdebug.run"], about["ddpdebug.run.name"]) == ("ddpdebug", _KEY, "gpt")
-    assert Collector.of({}) is None
-    assert Collector.of({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://c/logs"}) == Collector(
-        url="http://c/logs", headers={}
-    )
-    with pytest.raises(UsageError, match="is no address"):
-        Collector.of({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"})
 
 
 def test_the_file_of_webhooks(tmp_path: Path) -> None:

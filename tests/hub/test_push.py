@@ -34,13 +34,13 @@ TOKEN = "t" * 20
 _RANK = """
 import json, os, sys
 from pathlib import Path
+from ddpdebug.monitor.served import HubSink
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, StepJudged
-from ddpdebug.sinks.hub import HubSink
 
 settings = json.loads(sys.argv[1])
 directory, troubles = Path(settings.pop("directory")), []

@@ -99,11 +99,11 @@ def _read(record: Record) -> Record:
 
 
 @pytest.mark.parametrize("mode", ["per-rank", "rank0"])
-def test_the_metrics_are_those_that_the_rank_would_serve(mode: str) -> None:
+def test_the_metrics_are_those_of_the_records_as_they_were(mode: str) -> None:
     """To the letter, of every kind of record, with a step that has infinities in it."""
     texts = []
     for read in (lambda record: record, _read):
-        sink = PrometheusSink(1, "127.0.0.1", 0, mode=mode, clock=lambda: 1000.0, waits=True)
+        sink = PrometheusSink(1, mode=mode, clock=lambda: 1000.0)
         for record in _RECORDS:
             sink.write(read(record))
         texts.append(text_of(sink.collect()).decode())
@@ -115,7 +115,7 @@ def test_the_metrics_are_those_that_the_rank_would_serve(mode: str) -> None:
 def test_a_rank_that_says_nothing_any_more_is_silent() -> None:
     """Its page is served without it; one that others have left has nothing to say."""
     now = [1000.0]
-    sink = PrometheusSink(1, "127.0.0.1", 0, clock=lambda: now[0], waits=True)
+    sink = PrometheusSink(1, clock=lambda: now[0])
 
     def states() -> list[str]:
         lines = text_of(sink.collect()).decode().splitlines()

@@ -458,11 +458,12 @@ def test_the_ranks_of_a_node_have_one_process(tmp_path: Path) -> None:
 
 
 def test_where_no_process_can_be_started_that_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours: the rank serves by itself."""
+    """Which says so."""
     before = len([*Path("/proc/self/fd").iterdir()])
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     served = _served()
-    assert served.open() is None
+    with pytest.raises(OSError, match="does not answer"):
+        served.open()
     served._host.close()
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
@@ -470,7 +471,8 @@ def test_where_no_process_can_be_started_that_is_an_error(monkeypatch: pytest.Mo
 def test_a_host_that_is_not_ours_has_no_address() -> None:
     """Nothing is served there, and the process has nothing to stay for."""
     served = _served(metrics_host="203.0.113.1")
-    assert served.open() is None
+    with pytest.raises(OSError, match=r"[Aa]ssign"):
+        served.open()
     served._host.close()
     assert until(lambda: not keepers(os.getpid()))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpdebug.config.settings import Config
+from ddpdebug.disk import Disk
 from ddpdebug.errors import UsageError
 from ddpdebug.monitor import sinks
 from ddpdebug.monitor.served import Host
-from ddpdebug.monitor.sinks import run_name, runs_a_job, scheduler_job, start_served
-from ddpdebug.sinks import Trouble
+from ddpdebug.monitor.sinks import run_name, runs_a_job, scheduler_job, serves, start_served
+from ddpdebug.redaction import Redactor
+from ddpdebug.sinks import RunEnded
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,8 @@ def test_a_process_serves_beside_the_ranks_that_have_an_endpoint(
     """And their end, where somebody may look for it."""
     told = list[dict[str, Any]]()
     monkeypatch.setattr(sinks, "Served", lambda _, settings: told.append(settings))
-    monkeypatch.setattr("sys.platform", "linux")
-    start_served(Config(**options), environ, Host(), int(environ.get("RANK", "0")), 0, lambda _: None)
+    if serves(config := Config(**options), int(environ.get("RANK", "0"))):
+        start_served(config, environ, Host(), 0)
     assert [(one["linger"], one["push"], one["contained"]) for one in told] == ([] if how is None else [how])
 
 
@@ -81,19 +84,32 @@ def test_a_container_whose_program_is_the_job_ends_with_it(command: bytes, job: 
     assert runs_a_job(command) is job
 
 
-def test_an_end_that_nobody_will_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank serves by itself, as long as it lives."""
+def test_metrics_that_nobody_serves_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To those who read the run directory and the terminal; the run goes on."""
 
     def fails(*_: object) -> None:
         raise OSError("no more processes")
 
-    said = list[Trouble]()
     monkeypatch.setattr(sinks, "Served", fails)
-    monkeypatch.setattr("sys.platform", "linux")
-    for options in ({}, {"metrics_port": 9400}):
-        assert start_served(Config(**options), {}, Host(), 0, 0, said.append) is None
-    message = "what the run comes to will not be served after its end: OSError: no more processes"
-    assert said == [Trouble(part="companion", message=message)]
+    fanout, started = sinks.open_sinks(
+        Config(quiet=True),
+        tmp_path,
+        tmp_path,
+        rank=0,
+        world=1,
+        run_id="r",
+        redactor=Redactor(),
+        disk=Disk(),
+        time="",
+        host=Host(),
+    )
+    assert started.metrics_url is None
+    fanout.write(started)
+    fanout.write(RunEnded(reason="finished", exit_code=0, steps={}))
+    fanout.close()
+    (line,) = (tmp_path / "ranks" / "0" / "trouble.jsonl").read_text().splitlines()
+    assert json.loads(line)["part"] == "sink:prometheus"
+    assert "no more processes" in line
 
 
 @pytest.mark.parametrize("address", ["pushgateway:9091", "ftp://x/", "http://"])

@@ -140,7 +140,9 @@ class Ranks:
     """Four ranks that step five times a second without training: what they export is all that there is to export."""
 
     def __init__(self) -> None:
-        self.sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in range(WORLD)]
+        self.sinks = [PrometheusSink(rank) for rank in range(WORLD)]
+        for sink in self.sinks:
+            sink.serve()
         self.step = 0
         self._stop = threading.Event()
         for rank, sink in enumerate(self.sinks):
@@ -222,7 +224,6 @@ def ranks(need: Callable[[str], str]) -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def scraped(ranks: Ranks, start_prometheus: Callable[..., Prometheus]) -> Prometheus:
     """Prometheus that has found the ranks on its own and scraped them for a while."""
-    assert ranks.sinks[0].url is not None
     discovery = ranks.sinks[0].url.replace("/metrics", "/sd")
     server = start_prometheus(
         "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"

@@ -40,8 +40,7 @@ def queries() -> Iterator[tuple[str, str, str, bool]]:
             for target in panel["targets"]:
                 yield name, panel["title"], target["expr"], bool(target.get("instant"))
         for annotation in board.get("annotations", {}).get("list", []):
-            if "expr" in annotation:
-                yield name, f"annotation {annotation['name']}", annotation["expr"], False
+            yield name, f"annotation {annotation['name']}", annotation["expr"], False
 
 
 def test_the_committed_dashboards_are_those_of_the_code() -> None:

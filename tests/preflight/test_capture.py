@@ -534,8 +534,6 @@ def test_loaders_are_told_apart(capture: Capture) -> None:
     expected = torch.Generator().manual_seed(5)
     torch.empty((), dtype=torch.int64).random_(generator=expected)  # the loader's base seed
     torch.randperm(16, generator=expected)
-    assert subject.make_batches is not None
-    assert len(list(subject.make_batches())) == 4
 
 
 def looked_at(subject: Subject, group: str, name: str) -> Check:

@@ -204,24 +204,6 @@ def test_validation_data() -> None:
     assert found([(x * 255, y) for x, y in other])[statistics] is Status.WARN
 
 
-def test_the_gallery_shows_samples() -> None:
-    """Images as pixels with their labels, tokens as text, decoded where a tokenizer is given."""
-
-    class Tokenizer:
-        def decode(self, ids: list[int]) -> str:
-            return " ".join(f"<{number}>" for number in ids)
-
-    pictures = checked(cases.trained(cases.convolutions(), cases.images()), "data", "gallery").pictures
-    assert len(pictures) == 8
-    assert (len(pictures[0].pixels), len(pictures[0].pixels[0]), len(pictures[0].pixels[0][0])) == (12, 12, 3)
-    assert pictures[0].title == f"sample 0, label {cases.images()[0][1][0]}"
-    training = cases.trained(cases.Attention(causal=True), cases.tokens(), cases.over_tokens)
-    first = cases.tokens()[0][0][0].tolist()
-    assert checked(training, "data", "gallery").pictures[0].text == " ".join(map(str, first))
-    text = checked(training, "data", "gallery", tokenizer=Tokenizer()).pictures[0].text
-    assert text == Tokenizer().decode(first)
-
-
 def test_the_same_batch_again() -> None:
     """From a list it is full-batch training, which is no mistake."""
     assert checked(cases.trained(cases.mlp(), SAME), "data", "duplicates").status is Status.INFO

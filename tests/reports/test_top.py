@@ -10,7 +10,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +18,15 @@ import pytest
 from rich.console import Console
 
 from ddpdebug.commands import main
-from ddpdebug.reports.top.snapshot import RankView, Snapshot, from_directory, from_url
+from ddpdebug.reports.top.snapshot import RankView, Snapshot, from_directory
 from ddpdebug.reports.top.view import phase_bar, sparkline, view
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.coverage import RankCoverage, Tally
-from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Waiting
-from ddpdebug.sinks.prometheus.exporter import PrometheusSink
+from ddpdebug.sinks import Covered, FindingRaised, Record, RunEnded, RunStarted, StepJudged, Waiting
 
 WORLD = 4
 EVIL = "[red]w\x1b[2J\n"
@@ -106,31 +105,8 @@ def test_own_time_waiting_and_cost_fit_into_80_columns(directory: Path) -> None:
     assert " ".join(found["0"].split()).startswith("0 4 2 1.5 0.2 s 0.13 s fb...www 0 % 2 GiB")
 
 
-def test_the_endpoints_say_the_same() -> None:
-    """Rank 0 knows where the others are."""
-    with ExitStack() as stack:
-        sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in range(WORLD)]
-        for rank, sink in enumerate(sinks):
-            stack.callback(sink.close)
-            sink.write(replace(STARTED, rank=rank, metrics_url=sink.url))
-            for record in records():
-                sink.write(record)
-        for rank, sink in enumerate(sinks):
-            place = {"rank": rank, "topic": "place", "value": {"metrics": sink.url}}
-            sinks[0].write(Saved(kind="fact", payload=place))
-        snapshot = from_url(str(sinks[0].url))
-    assert (snapshot.world, snapshot.missing) == (WORLD, 0)
-    assert [rank.step for rank in snapshot.ranks] == [4, 4, 4, 4]
-    assert [rank.outvoted for rank in snapshot.ranks] == [(), (), ("parameters",), ()]
-    assert snapshot.straggler == (2, pytest.approx(0.3))
-    assert [rank.cost for rank in snapshot.ranks] == pytest.approx([0, 0, 0.3, 0])
-    assert [rank.wait_seconds for rank in snapshot.ranks] == pytest.approx([0.07, 0.07, 0.01, 0.07])
-    assert snapshot.incidents[0][:2] == ("RANK101", "critical")
-    assert "ranks differ: parameters" in shown(snapshot)
-
-
 def test_what_is_not_checked_is_shown(directory: Path) -> None:
-    """From the directory with its reason, from an endpoint with what it is about; nothing where all is checked."""
+    """With its reason; nothing where all is checked."""
     assert "not checked" not in shown(from_directory(directory))
     missed = Covered(coverage=Tally(2).coverage({0: RankCoverage(steps=9)}, apart="rank 1 did not come", certain=True))
     sink = RunDirectory(directory / "other", 0)
@@ -139,26 +115,6 @@ def test_what_is_not_checked_is_shown(directory: Path) -> None:
     assert "not checked: nothing is compared between the ranks: rank 1 did not come" in shown(
         from_directory(directory / "other")
     )
-    served = PrometheusSink(0, "127.0.0.1", 0)
-    served.write(missed)
-    assert served.url is not None
-    try:
-        assert "not checked, or not in all: ranks" in shown(from_url(served.url))
-    finally:
-        served.close()
-
-
-def test_one_endpoint_may_speak_for_all_ranks() -> None:
-    """And says who has left."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
-    sink.write(STARTED)
-    for record in records():
-        sink.write(record)
-    sink.write(StepJudged(step=Step(step=5, optimizer=0, world=WORLD, rows={0: Row(rank=0, step=5)})))
-    snapshot = from_url(str(sink.url))
-    sink.close()
-    assert snapshot.missing == 3
-    assert "3 ranks missing" in shown(snapshot)
 
 
 def test_hundreds_of_ranks_fit_on_the_screen_and_the_ill_ones_are_on_it() -> None:
@@ -197,23 +153,10 @@ def test_the_command_finds_the_newest_run(
             sink.write(RunEnded(reason="finished", exit_code=0, steps={0: 5}))
     assert main(["top", "--once", "ddpdebug-runs/run"]) == 0
     assert "finished" in capsys.readouterr().out
-    assert main(["top", "--once", "http://127.0.0.1:1"]) == 2
-    assert "nobody answers" in capsys.readouterr().err
-
-
-def test_every_rank_of_a_large_world_is_there_where_one_endpoint_speaks_for_all() -> None:
-    """Also those that are not shown to Prometheus."""
-    sink, world = PrometheusSink(0, "127.0.0.1", 0, mode="rank0"), 100
-    sink.write(replace(STARTED, world=world))
-    rows = {rank: Row(rank=rank, step=3, loss=float(rank)) for rank in range(world)}
-    sink.write(StepJudged(step=Step(step=3, optimizer=0, world=world, rows=rows)))
-    snapshot = from_url(str(sink.url))
-    sink.close()
-    assert [(view.rank, view.loss) for view in snapshot.ranks] == [(rank, float(rank)) for rank in range(world)]
 
 
 def test_where_nobody_can_tell_nobody_is_outvoted() -> None:
-    """In words, from a directory as from an endpoint."""
+    """In words."""
     ranks = [
         RankView(rank=rank, step=1, outvoted=("parameters", "buffers") if rank else ("parameters",)) for rank in (0, 1)
     ]
@@ -224,19 +167,6 @@ def test_where_nobody_can_tell_nobody_is_outvoted() -> None:
     text = shown(named)
     assert "RANK101: parameters, buffers" in text  # as the finding below says
     assert "the others differ: parameters" in text
-    told = Finding(
-        code="RANK101",
-        severity=Severity.ERROR,
-        title="t",
-        ranks=(0, 1),
-        evidence={UNDECIDED: [[0], [1]]},
-        id="RANK101-1",
-    )
-    sink = PrometheusSink(0, "127.0.0.1", 0)
-    sink.write(FindingRaised(finding=told))
-    incidents = from_url(str(sink.url)).incidents
-    sink.close()
-    assert incidents[0][2].startswith("ranks 0-1 (nobody can tell which)")
 
 
 def test_a_rank_that_is_slow_for_reasons_of_its_own_is_small_beside_a_long_step() -> None:
@@ -254,49 +184,39 @@ def test_of_two_ranks_the_slow_one_is_behind_by_all_that_the_fast_one_waits() ->
 
 def test_the_first_step_is_no_step_of_the_mean(tmp_path: Path) -> None:
     """It has the start of the script and the compilation in it; nor is one of which nobody knows how long it waited."""
-    run, served = RunDirectory(tmp_path / "run", 0), PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
-    try:
-        for sink in (run, served):
-            sink.write(STARTED)
-            for step in range(3):
-                seconds, flags = (9.0, int(Flag.FIRST)) if step == 0 else (0.5, 0)
-                rows = {
-                    rank: Row(rank=rank, step=step, step_seconds=seconds + (0 if step else rank), flags=flags,
-                              backward_seconds=0.3 - 0.1 * rank, sync_wait_seconds=0.3 - 0.1 * rank)
-                    for rank in range(2)
-                }  # fmt: skip
-                sink.write(StepJudged(step=Step(step=step, optimizer=0, world=2, rows=rows)))
-        run.close()
-        for found in (from_directory(tmp_path / "run"), from_url(str(served.url))):
-            ranks = found.ranks[:2]
-            assert [rank.own_seconds for rank in ranks] == pytest.approx([0.2, 0.3])
-            assert [rank.wait_seconds for rank in ranks] == pytest.approx([0.3, 0.2])
-            assert [sum(rank.phases.values()) for rank in ranks] == pytest.approx([0.2, 0.3])
-            assert [phase_bar(rank).plain for rank in ranks] == ["...wwwww", ".....www"]
-            assert [rank.cost for rank in ranks] == pytest.approx([0.0, 0.2])
-            assert found.straggler == (1, pytest.approx(0.2))
-    finally:
-        served.close()
+    run = RunDirectory(tmp_path / "run", 0)
+    run.write(STARTED)
+    for step in range(3):
+        seconds, flags = (9.0, int(Flag.FIRST)) if step == 0 else (0.5, 0)
+        rows = {
+            rank: Row(rank=rank, step=step, step_seconds=seconds + (0 if step else rank), flags=flags,
+                      backward_seconds=0.3 - 0.1 * rank, sync_wait_seconds=0.3 - 0.1 * rank)
+            for rank in range(2)
+        }  # fmt: skip
+        run.write(StepJudged(step=Step(step=step, optimizer=0, world=2, rows=rows)))
+    run.close()
+    found = from_directory(tmp_path / "run")
+    ranks = found.ranks[:2]
+    assert [rank.own_seconds for rank in ranks] == pytest.approx([0.2, 0.3])
+    assert [rank.wait_seconds for rank in ranks] == pytest.approx([0.3, 0.2])
+    assert [sum(rank.phases.values()) for rank in ranks] == pytest.approx([0.2, 0.3])
+    assert [phase_bar(rank).plain for rank in ranks] == ["...wwwww", ".....www"]
+    assert [rank.cost for rank in ranks] == pytest.approx([0.0, 0.2])
+    assert found.straggler == (1, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(("state", "hangs"), [(WaitState.AT_WORK, False), (WaitState.STUCK, True)])
 def test_whom_ranks_wait_for_is_shown_while_they_do(state: WaitState, hangs: bool, tmp_path: Path) -> None:
-    """From the directory and from an endpoint alike, with the line; nothing before and after it."""
-    run, served = RunDirectory(tmp_path / "run", 0), PrometheusSink(0, "127.0.0.1", 0)
-    assert served.url is not None
+    """With the line; nothing before and after it."""
+    run = RunDirectory(tmp_path / "run", 0)
     waiting = Waiting(state=state, ranks=(1, 3), phase="data", location="train.py:33", seconds={0: 12.0})
-    try:
-        for sink in (run, served):
-            sink.write(STARTED)
-        for record, text in ((waiting, f"waiting for ranks 1,3: {state.label} · train.py:33"), (Waiting(), "")):
-            for sink in (run, served):
-                sink.write(record)
-            for snapshot in (from_directory(tmp_path / "run"), from_url(served.url)):
-                assert (snapshot.waiting, snapshot.hangs) == (text, bool(text) and hangs)
-                assert ("waiting for" in shown(snapshot)) == bool(text)
-    finally:
-        run.close()
-        served.close()
+    run.write(STARTED)
+    for record, text in ((waiting, f"waiting for ranks 1,3: {state.label} · train.py:33"), (Waiting(), "")):
+        run.write(record)
+        snapshot = from_directory(tmp_path / "run")
+        assert (snapshot.waiting, snapshot.hangs) == (text, bool(text) and hangs)
+        assert ("waiting for" in shown(snapshot)) == bool(text)
+    run.close()
 
 
 @pytest.mark.parametrize(

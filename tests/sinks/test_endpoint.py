@@ -55,7 +55,8 @@ def stack() -> Iterator[ExitStack]:
 
 def served(stack: ExitStack, **serving: Path | None) -> PrometheusSink:
     """Serve on any free port."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, serving=Serving(**serving))  # type: ignore[arg-type]
+    sink = PrometheusSink(0, serving=Serving(**serving))  # type: ignore[arg-type]
+    sink.serve()
     stack.callback(sink.close)
     return sink
 
@@ -69,7 +70,6 @@ def get(url: str | None, **options: object) -> str:
 
 def place_of(sink: PrometheusSink) -> tuple[str, int]:
     """Return host and port."""
-    assert sink.url is not None
     host, _, port = sink.url.split("/")[2].partition(":")
     return host, int(port)
 
@@ -77,7 +77,6 @@ def place_of(sink: PrometheusSink) -> tuple[str, int]:
 def test_tls_is_served_to_those_who_trust_the_certificate(stack: ExitStack, certificate: Path) -> None:
     """And a client that speaks no TLS gets nothing."""
     sink = served(stack, certificate=certificate)
-    assert sink.url is not None
     assert sink.url.startswith("https://")
     assert "ddpdebug_" in get(sink.url, context=ssl.create_default_context(cafile=str(certificate)))
     with pytest.raises(OSError):
@@ -107,7 +106,6 @@ def test_a_password_is_asked_for(stack: ExitStack, tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("prometheus:geheim:ü\nignored\n", encoding="utf-8")
     sink = served(stack, password_file=file)
-    assert sink.url is not None
     right = base64.b64encode("prometheus:geheim:ü".encode()).decode()
     for path in ("metrics", "sd"):
         url = sink.url.replace("metrics", path)
@@ -125,10 +123,8 @@ def test_a_password_file_without_a_password_is_reported_and_nothing_is_served(tm
     """Never fall back to serving everybody."""
     file = tmp_path / "password"
     file.write_text(content)
-    sink = PrometheusSink(0, "127.0.0.1", 0, serving=Serving(password_file=file))
-    assert sink.url is None
     with pytest.raises(OSError, match="name:password"):
-        sink.write(None)  # type: ignore[arg-type]
+        PrometheusSink(0, serving=Serving(password_file=file)).serve()
 
 
 _NONSENSE = (
@@ -303,7 +299,6 @@ def test_without_free_files_the_server_does_not_spin(stack: ExitStack) -> None:
 def test_unknown_paths_are_told_what_there_is(stack: ExitStack) -> None:
     """For who opens the address in a browser."""
     sink = served(stack)
-    assert sink.url is not None
     with pytest.raises(urllib.error.HTTPError) as error:
         get(sink.url.replace("metrics", "nothing"))
     assert error.value.code == 404
@@ -446,7 +441,6 @@ def test_curl_browsers_and_prometheus_get_what_they_read(stack: ExitStack, accep
     sink = served(stack)
     for packed in (False, True):
         headers = {"Accept": accept, **({"Accept-Encoding": "deflate, gzip;q=1.0"} if packed else {})}
-        assert sink.url is not None
         with urllib.request.urlopen(urllib.request.Request(sink.url, headers=headers), timeout=60) as reply:
             body = gzip.decompress(reply.read()) if packed else reply.read()
             assert reply.headers["Content-Type"] == kind
@@ -458,7 +452,6 @@ def test_curl_browsers_and_prometheus_get_what_they_read(stack: ExitStack, accep
 def test_only_get_is_answered(stack: ExitStack) -> None:
     """Nothing can be changed here."""
     sink = served(stack)
-    assert sink.url is not None
     with pytest.raises(urllib.error.HTTPError) as refused:
         get(urllib.request.Request(sink.url, data=b"x", method="POST"))  # type: ignore[arg-type]
     assert refused.value.code == 405

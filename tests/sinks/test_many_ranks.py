@@ -32,7 +32,7 @@ class Job:
 
     def __init__(self, world: int = 200) -> None:
         self.now, self.world, self.step = 1000.0, world, -1
-        self.sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0", clock=lambda: self.now)
+        self.sink = PrometheusSink(0, mode="rank0", clock=lambda: self.now)
         self.sink.write(RunStarted(run_id="r", rank=0, world=world, directory=None, config={}, versions={}))
 
     def steps(self, count: int = 1, gone: tuple[int, ...] = (), **fields: Sequence[float | Digest]) -> None:
@@ -248,7 +248,7 @@ def test_small_worlds_show_every_rank_and_nothing_new() -> None:
 def test_all_ranks_are_told_of_on_request(job: Job) -> None:
     """By the query, on the same port, each answer from its own text."""
     job.steps(loss=[1.0] * job.world)
-    assert job.sink.url is not None
+    job.sink.serve()
     counts = []
     for path in ("/metrics", "/metrics?detail=all", "/metrics", "/metrics?detail=few"):
         client = http.client.HTTPConnection(job.sink.url.split("/")[2], timeout=60)
@@ -271,7 +271,7 @@ def peak() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 before = peak()
-sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+sink = PrometheusSink(0, mode="rank0")
 sink.write(RunStarted(run_id="r", rank=0, world=1024, directory=None, config={}, versions={}))
 for rank in range(1024):
     place = {"node": f"node{rank // 8}", "local_rank": rank % 8, "metrics": None}
@@ -281,6 +281,7 @@ rows = {rank: Row(rank=rank, loss=part(rank), local_grad_norm=part(rank), step_s
                   data_seconds=part(rank), host_private_bytes=rank) for rank in range(1024)}
 sink.write(StepJudged(step=Step(step=0, optimizer=0, world=1024, rows=rows)))
 begun = time.process_time()
+sink.serve()
 text = urllib.request.urlopen(sink.url, timeout=60).read().decode()
 spent = time.process_time() - begun
 after = peak()

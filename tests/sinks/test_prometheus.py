@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +29,6 @@ from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, Met, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
-from ddpdebug.sinks.prometheus import server
 from ddpdebug.sinks.prometheus.exporter import SERIES, SERIES_WITH_FINDINGS, PrometheusSink
 from ddpdebug.sinks.prometheus.exposition import openmetrics_of, text_of
 from ddpdebug.sinks.prometheus.metrics import LAYER_NAMES, OTHER, SLOTS, Layers
@@ -56,16 +53,10 @@ IDENTITY = ("run_id", "run")
 FINDING = Finding(code="RANK101", severity=Severity.CRITICAL, title="t", id="RANK101-1")
 
 
-@pytest.fixture(autouse=True)
-def _rendered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each scrape shows what was just written: on a slow machine a few of them would use up the budget."""
-    monkeypatch.setattr(server, "_AT_ONCE", 1000.0)
-
-
 @pytest.fixture
 def sink() -> Iterator[PrometheusSink]:
-    """Serve on any free port."""
-    made = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: 1000.0)
+    """Make one, whose clock stands still."""
+    made = PrometheusSink(0, clock=lambda: 1000.0)
     yield made
     made.close()
 
@@ -78,10 +69,8 @@ def judged(step: int, optimizer: int = 0, **fields: float) -> StepJudged:
 
 
 def scraped(sink: PrometheusSink) -> str:
-    """Scrape."""
-    assert sink.url is not None
-    with urllib.request.urlopen(sink.url, timeout=60) as answer:
-        return str(answer.read().decode())
+    """Return what a scrape returns."""
+    return sink.page().decode()
 
 
 def samples(sink: PrometheusSink) -> dict[tuple[str, ...], float]:
@@ -165,7 +154,7 @@ def test_the_first_step_has_the_start_of_the_script_in_it(sink: PrometheusSink) 
 
 def test_a_rank_costs_what_it_is_slower_than_the_next_one() -> None:
     """In the steps in which it is last: two that are equally slow cost nothing; a rank tells of itself only."""
-    sinks = [PrometheusSink(rank, "127.0.0.1", 0) for rank in (0, 1)]
+    sinks = [PrometheusSink(rank) for rank in (0, 1)]
     try:
         for step, waits in enumerate([(0.5, 0.2, 0.4), (0.2, 0.2, 0.4), (0.3, 0.4, 0.4), (math.nan, 0.1, 0.3)]):
             rows = {
@@ -258,7 +247,7 @@ def test_who_waits_and_who_is_missing_shows_while_it_lasts(sink: PrometheusSink)
 def test_what_was_told_of_waiting_long_ago_is_not_believed() -> None:
     """A thread that does not come round any more says nothing of now."""
     now = [0.0]
-    sink = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: now[0])
+    sink = PrometheusSink(0, clock=lambda: now[0])
     sink.write(Waiting(state=WaitState.AT_WORK, ranks=(1,), seconds={0: 15.0}))
     found = []
     for now[0] in (29.0, 31.0):
@@ -269,7 +258,7 @@ def test_what_was_told_of_waiting_long_ago_is_not_believed() -> None:
 
 def test_a_rank_that_cannot_tell_the_others_tells_it_itself() -> None:
     """Otherwise the lowest and the highest do, as with findings; each rank says how long it waits itself."""
-    sinks = [PrometheusSink(rank, "127.0.0.1", 0, clock=lambda: 5.0) for rank in range(3)]
+    sinks = [PrometheusSink(rank, clock=lambda: 5.0) for rank in range(3)]
     for rank, sink in enumerate(sinks):
         sink.write(Met(members=(0, 1, 2)))
         sink.write(Waiting(state=WaitState.SILENT, ranks=(2,), seconds={rank: 6.0}))
@@ -284,7 +273,7 @@ def test_a_rank_that_cannot_tell_the_others_tells_it_itself() -> None:
 
 def test_of_a_large_world_the_missing_rank_is_shown() -> None:
     """With the aggregates of how long the others wait."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0", clock=lambda: 5.0)
+    sink = PrometheusSink(0, mode="rank0", clock=lambda: 5.0)
     sink.write(replace(STARTED, world=200))
     rows = {rank: Row(rank=rank, step=1) for rank in range(200)}
     sink.write(StepJudged(step=Step(step=1, optimizer=0, world=200, rows=rows)))
@@ -318,7 +307,7 @@ def test_the_outvoted_rank_is_marked_on_its_own_series() -> None:
     rows = {rank: Row(rank=rank, params_after_digest=Digest(9 if rank == 2 else 5)) for rank in range(4)}
     step = StepJudged(step=Step(step=0, optimizer=0, world=4, rows=rows))
     for rank in (1, 2):
-        sink = PrometheusSink(rank, "127.0.0.1", 0)
+        sink = PrometheusSink(rank)
         sink.write(step)
         found = samples(sink)
         assert found["ddpdebug_rank_outvoted", str(rank), "parameters"] == (rank == 2)
@@ -340,7 +329,7 @@ def test_the_newest_incidents_have_names_and_old_ones_make_room(sink: Prometheus
 
 def full_of_everything(rank: int, mode: str = "per-rank", world: int = 4) -> PrometheusSink:
     """Make a sink that has seen all that there is, every code of the catalogue found."""
-    sink = PrometheusSink(rank, "127.0.0.1", 0, mode=mode)
+    sink = PrometheusSink(rank, mode=mode)
     sink.write(replace(STARTED, rank=rank, world=world))
     place = {"node": "n", "local_rank": 0, "metrics": "http://127.0.0.1:1/metrics"}
     for each in range(world):
@@ -404,13 +393,13 @@ def test_the_number_of_series_is_bounded_and_does_not_grow() -> None:
 
 def test_rank_0_lists_all_ranks_for_service_discovery() -> None:
     """As they announced themselves; their series name the run."""
-    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink = PrometheusSink(0)
+    sink.serve()
     sink.write(replace(STARTED, metrics_url=sink.url))
     value = {"node": "n2", "local_rank": 0, "metrics": "https://n2:9400/metrics"}
     sink.write(Saved(kind="fact", payload={"kind": "fact", "rank": 1, "topic": "place", "value": value}))
     sink.write(Saved(kind="fact", payload={"rank": 1, "topic": "place", "value": {"gpu_uuid": "GPU-1"}}))
     sink.write(Saved(kind="fact", payload={"rank": "x", "topic": "place", "value": 3}))
-    assert sink.url is not None
     with urllib.request.urlopen(sink.url.replace("/metrics", "/sd"), timeout=60) as answer:
         assert answer.headers["Content-Type"] == "application/json"
         listed = json.load(answer)
@@ -424,7 +413,7 @@ def test_rank_0_lists_all_ranks_for_service_discovery() -> None:
 
 def test_the_gpu_and_the_node_of_every_rank_are_known_to_rank_0() -> None:
     """In the mode in which it speaks for all."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink = PrometheusSink(0, mode="rank0")
     sink.write(STARTED)
     for value in ({"node": "n2", "local_rank": 3, "metrics": None}, {"gpu_uuid": "GPU-7"}):
         sink.write(Saved(kind="fact", payload={"rank": 3, "topic": "place", "value": value}))
@@ -434,7 +423,7 @@ def test_the_gpu_and_the_node_of_every_rank_are_known_to_rank_0() -> None:
 
 def test_a_rank_that_left_is_down_where_rank_0_speaks_for_it() -> None:
     """Its last values stay, so that they can be read."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink = PrometheusSink(0, mode="rank0")
     sink.write(judged(0))
     alone = Step(step=1, optimizer=0, world=2, rows={0: Row(rank=0, step=1)})
     sink.write(StepJudged(step=alone))
@@ -450,15 +439,11 @@ def test_only_the_own_rank_is_served_in_the_mode_per_rank(sink: PrometheusSink) 
 
 
 def test_rank_0_serves_all_ranks_in_the_mode_rank0() -> None:
-    """The other ranks serve nothing, and take their records quietly."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0", local_rank=0)
-    other = PrometheusSink(1, "127.0.0.1", 0, mode="rank0", local_rank=1)
-    for each in (sink, other):
-        each.write(judged(3))
+    """By the same series."""
+    sink = PrometheusSink(0, mode="rank0")
+    sink.write(judged(3))
     found = samples(sink)
     assert (found["ddpdebug_step", "0"], found["ddpdebug_step", "1"]) == (3, 3)
-    assert other.url is None
-    sink.close()
 
 
 def test_findings_and_failures_are_counted(sink: PrometheusSink) -> None:
@@ -519,57 +504,11 @@ def test_the_optimizer_that_steps_most_is_followed(sink: PrometheusSink) -> None
     assert samples(sink)["ddpdebug_loss", "0"] == 9
 
 
-def test_a_taken_port_moves_on_to_the_next() -> None:
-    """And the address says where."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        sink = PrometheusSink(0, "127.0.0.1", port)
-        assert sink.url is not None
-        assert port < int(sink.url.split(":")[2].removesuffix("/metrics")) < port + 100
-        sink.close()
-
-
-def test_each_local_rank_has_its_own_port() -> None:
-    """The port of local rank 0 and those after it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    sink = PrometheusSink(5, "127.0.0.1", port, local_rank=1)
-    assert sink.url is not None
-    assert int(sink.url.split(":")[2].removesuffix("/metrics")) > port
-    sink.close()
-
-
-def test_a_host_that_is_not_ours_is_reported_by_the_first_write() -> None:
-    """Making the sink never fails: the fan-out is the one that handles failures."""
-    sink = PrometheusSink(0, "192.0.2.1", 0)
-    assert sink.url is None
-    with pytest.raises(OSError, match=r"[Aa]ssign"):
-        sink.write(STARTED)
-    sink.close()
-
-
-def test_it_answers_while_training_hangs(sink: PrometheusSink) -> None:
-    """A main thread that waits for a lock does not stop the server."""
-    sink.write(judged(4))
-    answers: list[str] = []
-    done = threading.Event()
-
-    def scrape() -> None:
-        answers.append(scraped(sink))
-        done.set()
-
-    threading.Thread(target=scrape, daemon=True).start()
-    assert done.wait(60)
-    assert "ddpdebug_step{" in answers[0]
-
-
 def test_it_stops_and_leaves_no_thread() -> None:
     """At the end of the run; closing again does nothing."""
     before = set(background.names())
-    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink = PrometheusSink(0)
+    sink.serve()
     assert sink._endpoint is not None
     listener = sink._endpoint._server.socket
     sink.write(RunEnded(reason="finished", exit_code=0, steps={}))
@@ -589,7 +528,7 @@ def test_promtool_finds_nothing_to_complain_about(need: Callable[[str], str]) ->
 
 def test_the_layers_that_stand_out_have_fixed_slots() -> None:
     """The two largest of each kind; a bias, what is not known and what another rank says do not count."""
-    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink = PrometheusSink(0)
     weights = {f"w{i}": {"norm": 2.0, "update": 0.1 * i, "grad_norm": None, "dim": 2} for i in range(4)}
     weights["bias"] = {"norm": 0.1, "update": 9.0, "grad_norm": 9.0, "dim": 1}
     modules = {"relu": {"zero_units": 0.25}, "gate": {"saturated": 0.5}, "odd": {"saturated": "x"}}
@@ -644,14 +583,12 @@ def test_names_of_layers_do_not_add_up() -> None:
 
 
 def test_an_answer_says_when_its_values_were_taken() -> None:
-    """One that is repeated has the old time."""
+    """By the clock of the one that serves."""
     now = [1000.0]
-    sink = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: now[0])
-    assert sink._endpoint is not None
+    sink = PrometheusSink(0, clock=lambda: now[0])
     assert samples(sink)["ddpdebug_render_timestamp_seconds", "0"] == 1000
     now[0] = 1001.0
     assert samples(sink)["ddpdebug_render_timestamp_seconds", "0"] == 1001
-    sink.close()
 
 
 _COUNTS = """
@@ -714,7 +651,7 @@ def test_step_times_that_differ_by_a_fifth_are_told_apart() -> None:
     """The buckets lie about the run's usual step, alike on all ranks, and stay where they are."""
     shown = []
     for rank in (0, 1):
-        sink = PrometheusSink(rank, "127.0.0.1", 0)
+        sink = PrometheusSink(rank)
         for step in range(40):
             seconds = {0: 9.0, 30: 0.4}.get(step, 0.48 if step % 2 else 0.58)
             rows = {each: Row(rank=each, step=step, step_seconds=seconds + 0.01 * each) for each in (0, 1)}
@@ -736,7 +673,7 @@ def test_step_times_that_differ_by_a_fifth_are_told_apart() -> None:
 
 def test_slow_steps_do_not_wait_for_their_buckets_all_day() -> None:
     """A step that takes minutes is known after a few."""
-    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink = PrometheusSink(0)
     for step in range(6):
         sink.write(judged(step, step_seconds=90.0))
     assert ("ddpdebug_step_seconds_bucket", "+Inf", "0") in samples(sink)
@@ -748,7 +685,7 @@ def filled(
 ) -> dict[tuple[str, ...], float]:
     """Scrape a rank whose memory has grown by so many bytes in each step of ten seconds."""
     times = iter(range(0, 10 * steps + 10, 10))
-    sink = PrometheusSink(0, "127.0.0.1", 0, clock=lambda: float(next(times)))
+    sink = PrometheusSink(0, clock=lambda: float(next(times)))
     for rank in range(2):
         node = {"node": "n" if rank < peers else "m"}
         sink.write(Saved(kind="fact", payload={"rank": rank, "topic": "place", "value": node}))
@@ -787,7 +724,7 @@ def test_memory_that_does_not_grow_is_never_full() -> None:
 
 def test_a_device_has_its_memory_limit_and_retries() -> None:
     """Retries are counted."""
-    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink = PrometheusSink(0)
     sink.write(judged(0, device_limit_bytes=80, device_retries=3))
     found = samples(sink)
     sink.close()
@@ -801,7 +738,7 @@ def test_what_all_ranks_know_is_told_by_the_lowest_and_the_highest() -> None:
     """By all where they have not met, are lost to each other, or have been silent for long."""
     now = [0.0]
     told: list[list[bool]] = []
-    sinks = [PrometheusSink(rank, "127.0.0.1", 0, clock=lambda: now[0]) for rank in range(4)]
+    sinks = [PrometheusSink(rank, clock=lambda: now[0]) for rank in range(4)]
 
     def look() -> None:
         told.append([("ddpdebug_steps_apart", str(rank)) in samples(sink) for rank, sink in enumerate(sinks)])
@@ -836,7 +773,7 @@ def nan_on(rank: int, step: int, code: str = "NUM302", severity: Severity = Seve
 
 def test_the_rank_that_made_the_first_nan_is_named() -> None:
     """By findings about what was made; later ones, and those about something else, do not count."""
-    sink = PrometheusSink(0, "127.0.0.1", 0, mode="rank0")
+    sink = PrometheusSink(0, mode="rank0")
     sink.write(judged(0))
     sink.write(nan_on(0, 3, "NUM307"))
     sink.write(nan_on(0, 4, "NUM301", Severity.INFO))
@@ -851,7 +788,7 @@ def test_the_rank_that_made_the_first_nan_is_named() -> None:
 
 def test_layers_end_with_a_nan_and_with_age() -> None:
     """A line that stands is not a layer that trains; the next finite sample shows again."""
-    sink = PrometheusSink(0, "127.0.0.1", 0)
+    sink = PrometheusSink(0)
     table = {"w": {"norm": 1.0, "update": 0.5, "grad_norm": 2.0, "dim": 2}}
     gone = {"w": {"norm": None, "update": None, "grad_norm": None, "dim": 2}}
 

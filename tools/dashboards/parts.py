@@ -198,16 +198,6 @@ _ANNOTATIONS = [
         "hide": False,
         "iconColor": BAD,
     },
-    {
-        "name": "Findings sent to Grafana",
-        "datasource": {"type": "datasource", "uid": "-- Grafana --"},
-        "enable": False,
-        "type": "tags",
-        "target": {"type": "tags", "tags": [TAG, "run:$run"], "limit": 100, "matchAny": False},
-        "builtIn": 0,
-        "hide": False,
-        "iconColor": BAD,
-    },
 ]
 
 

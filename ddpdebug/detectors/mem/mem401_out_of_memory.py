@@ -36,7 +36,7 @@ class OutOfMemory(EventRule, ExplainingRule):
 
     Diagnosis: `cause` is what the numbers say. `memory` compares the ranks at their last common step, `batch` the
     shapes they were working on. Every rank has written a summary to `ranks/<rank>/memory/` in the run directory, with
-    torch's own table and, with `--memory-history`, the allocator's snapshot: `ddpdebug memory` explains it by line.
+    torch's own table and, with `--memory-history`, the allocator's snapshot (`python -m torch.cuda._memory_viz`).
 
     Causes:
     - micro-batch, sequence length or resolution too large for this batch, often the longest sample of the epoch

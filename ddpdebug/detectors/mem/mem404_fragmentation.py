@@ -19,7 +19,7 @@ class Fragmentation(StreakRule):
 
     Diagnosis: `gap` is what is reserved beyond the largest amount ever allocated, so ordinary caching does not count;
     `inactive` lies between live tensors; `retries` are allocations that first had to empty the cache. Print the range
-    of the batch shapes. `ddpdebug memory SNAPSHOT` shows the holes of a snapshot.
+    of the batch shapes. `python -m torch.cuda._memory_viz` shows the holes of a snapshot.
 
     Causes:
     - shapes that vary from step to step: sequence length, image size, number of boxes

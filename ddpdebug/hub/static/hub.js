@@ -19,10 +19,6 @@
     part.querySelectorAll("details").forEach((fold, place) => {
       if (fold.open && folds[place]?.firstChild.textContent === fold.firstChild.textContent) folds[place].open = true;
     });
-    for (const picked of part.querySelectorAll("input:checked")) {
-      const same = fresh.querySelector(`input[value="${CSS.escape(picked.value)}"]`);
-      if (same) same.checked = true;
-    }
     for (const box of part.querySelectorAll(".scroll[id], .chart[id]")) {
       const same = fresh.querySelector("#" + CSS.escape(box.id)), left = box.scrollLeft;
       if (same) requestAnimationFrame(() => { same.scrollLeft = left; });

@@ -275,7 +275,6 @@ class Capture:
             optimizer_for=self._maker,
             batches=self.tapes,
             micro_batches=max(1, statistics.median_low(self.micro_batches or [1])),
-            make_batches=self.samples.anew(),
             facts=self.facts,
             samples=self.samples,
         )

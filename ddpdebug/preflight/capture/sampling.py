@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ddpdebug.clock import time
 from ddpdebug.isolation.process_state import preserved
 from ddpdebug.nested import cloned, mapped
-from ddpdebug.preflight.capture.copies import loader_restorer, loader_twin
+from ddpdebug.preflight.capture.copies import loader_restorer
 from ddpdebug.preflight.sandbox.time_limit import time_limit
 
 #: Samples of each data set: enough for statistics to some percent and for a probe of labels and inputs.
@@ -58,11 +58,6 @@ class Samples:
         """Return the loaders over other data sets than the training loader's."""
         own = self.training()
         return [loader for loader in self._made if own is not None and loader.dataset is not own.dataset]
-
-    def anew(self) -> Callable[[], Any] | None:
-        """Return a function that starts the training loader again."""
-        loader = self.training()
-        return None if loader is None else lambda: iter(loader_twin(loader))
 
     def facts(self) -> list[dict[str, Any]]:
         """Return the settings of the loaders, JSON values."""

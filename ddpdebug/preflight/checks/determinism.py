@@ -10,7 +10,6 @@ import torch
 from ddpdebug.clock import time
 from ddpdebug.forensics.replay.stack_lines import line_of
 from ddpdebug.isolation.process_state import kept_random_state
-from ddpdebug.monitor.seeding import WORKSPACE
 from ddpdebug.preflight.capture.seed_watch import NOT_USED, torch_is_seeded
 from ddpdebug.preflight.checks.two_runs import Difference, Twice
 from ddpdebug.preflight.output.results import Check, Status, Table
@@ -24,6 +23,7 @@ SECONDS = 6.0
 STEPS = 3
 #: The share of the time after which no third step is begun: a second run of the same length follows.
 _SHARE = 0.3
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
@@ -48,7 +48,7 @@ def _seeds(subject: Subject) -> Check:
         code=CODE,
         evidence={"not_seeded": missing},
         hypotheses=("nobody asked for runs that can be repeated",),
-        actions=("call `ddpdebug.seed_everything(seed)` at the beginning of the script",),
+        actions=("seed torch alike on all ranks, `random` and numpy by rank, at the beginning of the script",),
         tables=(Table(head=("source", "state", "what to know"), rows=tuple(rows)),),
     )
 
@@ -101,7 +101,7 @@ def _settings() -> list[tuple[str, str, str]]:
             ("cudnn.benchmark", "on" if cudnn.benchmark else "off", "on: another algorithm may be chosen in each run"),
             ("cudnn.deterministic", "on" if cudnn.deterministic else "off", "off: some backwards add in any order"),
             ("TF32", "off" if precision == "highest" else "on", "the same twice, but not on other devices"),
-            (WORKSPACE, os.environ.get(WORKSPACE, "not set"), "cuBLAS needs it to be deterministic"),
+            (_WORKSPACE, os.environ.get(_WORKSPACE, "not set"), "cuBLAS needs it to be deterministic"),
         ]
     return rows
 
@@ -150,7 +150,7 @@ def _differing(step: int, first: float, second: float, found: Difference | None)
             "an order that is not fixed: sets, directory listings, threads",
         ),
         actions=(
-            "call `ddpdebug.seed_everything(seed, deterministic=True)`: torch then names its own operations",
+            "call `torch.use_deterministic_algorithms(True)`: torch then names its own operations",
             "draw from torch's, numpy's or Python's global generator, or seed the one that is used",
         ),
     )

@@ -56,7 +56,7 @@ def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
             "labels of another file or split",
             "a relation that only a deep model finds: then overfitting a batch says more",
         ),
-        actions=("look at some samples with their labels (gallery)",),
+        actions=("look at some samples with their labels",),
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes what the preflight found: preflight.json, junit.xml, preflight.html, and with matplotlib the plots as files.
+"""Writes what the preflight found: preflight.json, junit.xml and preflight.html.
 
 `to_json`, `to_junit` are pure; `write` is the only one that touches the disk.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 from ddpdebug.ci.json_junit import EPOCH, add_property, add_suite, document, new_case, xml_text
 from ddpdebug.clock import time
-from ddpdebug.preflight.output.figures import save_figures
 from ddpdebug.preflight.output.page import page
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.schema.finding import strict
@@ -39,21 +37,14 @@ def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
         file = directory / name
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
         written.append(file)
-    return written + save_figures(checks, directory / "plots")
+    return written
 
 
 def to_json(checks: Sequence[Check], title: str) -> str:
     """Return one JSON object that every parser reads: `nan`, `inf` and `-inf` are texts."""
     counts = {status.value: sum(check.status is status for check in checks) for status in Status}
-    record = {"title": title, "counts": counts, "checks": [_record(check) for check in checks]}
+    record = {"title": title, "counts": counts, "checks": [strict(asdict(check)) for check in checks]}
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _record(check: Check) -> dict[str, Any]:
-    """Return a check as JSON values. Of a picture its size stays, not its pixels."""
-    sizes = [[len(p.pixels), len(p.pixels[0])] if p.pixels else None for p in check.pictures]
-    pictures = [{"title": p.title, "text": p.text, "size": s} for p, s in zip(check.pictures, sizes, strict=True)]
-    return {**strict(asdict(replace(check, pictures=()))), "pictures": pictures}
 
 
 def to_junit(checks: Sequence[Check], *, at: str = EPOCH) -> str:

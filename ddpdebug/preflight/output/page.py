@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from ddpdebug.preflight.output.results import Check, Picture, Status, Table
+from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.output.svg import svg
 from ddpdebug.preflight.output.text import WORDS, cell, needs_a_look
 from ddpdebug.reports.html import page_head, text
@@ -19,16 +16,9 @@ from ddpdebug.sinks.text import evidence_lines
 _MAX_ROWS = 200
 #: A table with more rows is folded; the text above it says what matters.
 _OPEN_ROWS = 12
-_MAX_PICTURES = 48
 _LIMIT = 2000
 #: Shapes beside colours: the status is readable in black and white.
 _SIGNS = {Status.PASS: "✓", Status.WARN: "!", Status.FAIL: "✗", Status.INFO: "i", Status.SKIPPED: "-"}
-
-#: A sample is shown at most this wide and high; of a larger one every second, third, ... pixel is taken.
-MAX_SIDE = 256
-_KINDS = {1: 0, 3: 2}  # channels to PNG's colour types: grey, RGB
-
-Pixels = Sequence[Sequence[Sequence[int]]]
 
 _STYLE = """\
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --page: #fff; }
@@ -68,11 +58,6 @@ table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabu
 td, th { text-align: left; padding: .15rem 1.1rem .15rem 0; vertical-align: top; overflow-wrap: break-word; \
 max-width: 36rem; border-bottom: 1px solid var(--line); }
 td.number { text-align: right; }
-.gallery { display: flex; flex-wrap: wrap; gap: .7rem; margin-top: .6rem; }
-.gallery figure { margin: 0; width: 6.5rem; font-size: .8rem; } .gallery figcaption { font-weight: 400; }
-.gallery img { width: 100%; image-rendering: pixelated; border: 1px solid var(--line); display: block; }
-.gallery .text { width: 100%; }
-.gallery pre { margin: 0; white-space: pre-wrap; background: var(--soft); padding: .4rem .6rem; }
 footer { margin-top: 3rem; font-size: .85rem; opacity: .75; }
 @media print { body { margin: 0; max-width: none; } article, figure, tr { break-inside: avoid; } \
 h2 { break-after: avoid; } .sign, .counts li { print-color-adjust: exact; } .scroll { overflow: visible; } }
@@ -139,7 +124,6 @@ def _check(check: Check, number: int) -> str:
     if check.plots:
         parts.append(f'<div class="plots">{"".join(map(svg, check.plots))}</div>')
     parts += map(_table, check.tables)
-    parts += [_gallery(check.pictures)] if check.pictures else []
     return "".join([*parts, "</article>"])
 
 
@@ -168,41 +152,3 @@ def _table(table: Table) -> str:
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{note}'
     )
     return body if len(rows) <= _OPEN_ROWS else f"<details><summary>{len(table.rows)} rows</summary>{body}</details>"
-
-
-def _gallery(pictures: Sequence[Picture]) -> str:
-    more = len(pictures) - _MAX_PICTURES
-    note = f"<p>and {more} more</p>" if more > 0 else ""
-    return f'<div class="gallery">{"".join(map(_picture, pictures[:_MAX_PICTURES]))}</div>{note}'
-
-
-def _picture(picture: Picture) -> str:
-    title = text(picture.title, 120)
-    image = png(picture.pixels)
-    if image is not None:
-        return f'<figure><img alt="{title}" src="{data_uri(image)}"><figcaption>{title}</figcaption></figure>'
-    return f'<figure class="text"><figcaption>{title}</figcaption><pre>{text(picture.text, _LIMIT)}</pre></figure>'
-
-
-def png(pixels: Pixels) -> bytes | None:
-    """Return the file, or None where the pixels are no picture (no rows, uneven rows, two channels)."""
-    height = len(pixels)
-    width = len(pixels[0]) if height else 0
-    channels = len(pixels[0][0]) if width else 0
-    if channels not in _KINDS or any(len(row) != width or any(len(p) != channels for p in row) for row in pixels):
-        return None
-    stride = max(1, -(-max(width, height) // MAX_SIDE))
-    rows = [row[::stride] for row in pixels[::stride]]
-    lines = b"".join(b"\0" + bytes(max(0, min(255, int(v))) for pixel in row for v in pixel) for row in rows)
-    head = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, _KINDS[channels], 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def data_uri(image: bytes) -> str:
-    """Return what stands in a page in place of a file."""
-    return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"

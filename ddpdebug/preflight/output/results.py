@@ -1,4 +1,4 @@
-"""Results of the preflight's checks: status, measured values, plots, tables, pictures; and the groups. Pure.
+"""Results of the preflight's checks: status, measured values, plots, tables; and the groups. Pure.
 
 Everything in it is a JSON value (numbers, texts, lists, dictionaries), so that it is printed, saved and drawn alike.
 """
@@ -22,7 +22,6 @@ GROUPS = {
     "overfit": "overfit",
     "learning rate": "lr_finder",
     "determinism": "determinism",
-    "throughput": "throughput",
 }
 
 
@@ -69,15 +68,6 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A raw sample: `pixels` are rows of columns of channels (1 or 3), 0 to 255; or a text."""
-
-    title: str
-    pixels: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """Rows of cells under a head; cells are texts or numbers."""
 
@@ -113,7 +103,6 @@ class Check:
     actions: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = ()
     tables: tuple[Table, ...] = ()
-    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         """Drop what belongs to a check that has not passed, so that it can be given in any case."""

@@ -1,12 +1,9 @@
-"""The state of a run at a moment, from its run directory or from the endpoints of its ranks. Torch-free."""
+"""The state of a run at a moment, from its run directory. Torch-free."""
 
 from __future__ import annotations
 
-import json
 import math
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -23,12 +20,9 @@ from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import step_of
-from ddpdebug.sinks.agreement import COMPARED, dissenters
+from ddpdebug.sinks.agreement import dissenters
 from ddpdebug.sinks.text import culprits_text, number, ranks_text
 
-_TIMEOUT = 3.0
-_MAX_BYTES = 32 << 20
-_MAX_TARGETS = 1024
 #: Steps that a value is taken from when the newest did not compute it.
 _BACK = 64
 _MAX_WAITS = 6
@@ -101,9 +95,6 @@ class Snapshot:
         """Return what the ranks differ in without anybody being able to tell which are right."""
         voters = sum(view.step is not None for view in self.ranks)
         return tuple(what for what, count in self.differing.items() if count >= voters > 1)
-
-
-# --- from the run directory -------------------------------------------------------------------------------------------
 
 
 def from_directory(directory: Path) -> Snapshot:
@@ -184,7 +175,7 @@ def _blamed(findings: Iterable[Finding], world: int) -> dict[int, str]:
 
 
 def _waiting(known: object) -> dict[str, Any]:
-    """Return who is waited for as `run.json` has it, or as the metrics say."""
+    """Return who is waited for as `run.json` has it."""
     if not isinstance(known, Mapping):
         return {}
     try:
@@ -243,148 +234,3 @@ def _told(finding: Finding) -> str:
     what = finding.subject[0] if finding.subject else finding.title
     since = "" if finding.step is None else f"step {finding.step}"
     return " · ".join(filter(None, (since, who, what)))
-
-
-# --- from the endpoints -----------------------------------------------------------------------------------------------
-
-
-def from_url(url: str) -> Snapshot:
-    """Return the state that the endpoints show, which rank 0's `/sd` lists; raise OSError when none answers."""
-    base = url.rstrip("/").removesuffix("/metrics")
-    try:
-        listed = json.loads(_fetch(f"{base}/sd"))
-    except (OSError, ValueError):
-        listed = []
-    addresses = list(dict.fromkeys([f"{base}/metrics", *_urls(listed)]))[:_MAX_TARGETS]
-    urls = [f"{address}?detail=all" for address in addresses]  # one of them may speak for a large world
-    with ThreadPoolExecutor(32) as pool:
-        answers = [answer for answer in pool.map(_try, urls) if answer is not None]
-    if not answers:
-        raise OSError(f"nobody answers at {base}/metrics; give the address that the job printed, or a run directory")
-    return _assembled(base, answers)
-
-
-def _urls(listed: Any) -> list[str]:
-    found = []
-    for entry in listed if isinstance(listed, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("targets"), list):
-            labels = entry.get("labels")
-            scheme = labels.get("__scheme__", "http") if isinstance(labels, dict) else "http"
-            found += [f"{scheme}://{target}/metrics" for target in entry["targets"] if scheme in {"http", "https"}]
-    return found
-
-
-def _try(url: str) -> str | None:
-    try:
-        return _fetch(url)
-    except (OSError, ValueError):
-        return None
-
-
-def _fetch(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not an http address")
-    with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:  # noqa: S310 - checked above
-        return str(answer.read(_MAX_BYTES).decode("utf-8", "replace"))
-
-
-#: What is known of a rank's steps since the run began: their number, their time, and what that was made of.
-_SUMMED = (
-    "step_seconds_count",
-    "step_seconds_sum",
-    "own_seconds_total",
-    "wait_seconds_total",
-    "straggler_cost_seconds_total",
-)
-_GAUGES = {"loss": "loss", "grad_norm": "norm", "host_memory_bytes": "host"}
-
-
-class _Gathered:
-    """The samples of all endpoints, put together."""
-
-    def __init__(self) -> None:
-        self.views: dict[int, RankView] = {}
-        self.differing: dict[str, int] = {}
-        self.incidents: dict[tuple[str, str, str], float] = {}
-        self.sums: dict[tuple[int, str], float] = {}  # over other labels
-        self.phases: dict[int, dict[str, float]] = {}
-        self.world, self.overhead = 0, math.nan
-        self.off: set[str] = set()
-        self.waiting: dict[str, Any] = {}
-
-    def take(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """Take one sample of a rank."""
-        rank, what = int(labels["rank"]), labels.get("what", "")
-        match name:
-            case "world_size" if value > 0:
-                self.world = max(self.world, int(value))
-            case "checks_off" if value > 0:
-                self.off.add(labels.get("part", ""))
-            case "missing_rank" if value > 0 and labels.get("missing", "").isdecimal():
-                state = next((each.label for each in WaitState if each == value), "")
-                ranks = {*self.waiting.get("ranks", ()), int(labels["missing"])}
-                self.waiting = {"state": state, "ranks": ranks, "location": labels.get("location")}
-            case "overhead_ratio":
-                self.overhead = value
-            case "ranks_disagreeing":
-                self.differing[what] = max(self.differing.get(what, 0), int(value))
-            case "incident_timestamp_seconds":
-                told = f"ranks {labels.get('culprits', '')} · {labels.get('subject', '')}"
-                self.incidents[labels.get("code", ""), labels.get("severity", ""), told] = value
-            case _ if name in _SUMMED:
-                self.sums[rank, name] = self.sums.get((rank, name), 0.0) + value
-                if phase := labels.get("phase"):
-                    self.phases.setdefault(rank, {})[phase] = value
-            case _ if name in _OF_A_RANK:
-                _heed(self.views.setdefault(rank, RankView(rank=rank)), name, labels, value)
-
-    def snapshot(self, title: str) -> Snapshot:
-        """Return what was gathered."""
-        # a rank that speaks for very many knows what each costs in every step, and how long most took in few of them
-        longest = max((value for (_, name), value in self.sums.items() if name == "step_seconds_sum"), default=0.0)
-        for rank, view in self.views.items():
-            count, seconds, own, wait, cost = (self.sums.get((rank, name), math.nan) for name in _SUMMED)
-            count = count or math.nan
-            view.step_seconds = view.mean_seconds = seconds / count
-            view.phases = {phase: value / count for phase, value in self.phases.get(rank, {}).items()}
-            view.own_seconds, view.wait_seconds, view.cost = own / count, wait / count, cost / (longest or math.nan)
-        return Snapshot(
-            title=title,
-            world=self.world,
-            ranks=[self.views[rank] for rank in sorted(self.views)],
-            differing=self.differing,
-            overhead=self.overhead,
-            incidents=sorted(self.incidents, key=lambda key: self.incidents[key], reverse=True),
-            unchecked=f"not checked, or not in all: {', '.join(sorted(self.off))}" if self.off else "",
-            **_waiting(self.waiting),
-        )
-
-
-def _assembled(title: str, answers: Iterable[str]) -> Snapshot:
-    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only for this source
-
-    gathered = _Gathered()
-    for text in answers:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.labels.get("rank", "").isdecimal():
-                    gathered.take(sample.name.removeprefix("ddpdebug_"), sample.labels, sample.value)
-    return gathered.snapshot(title)
-
-
-_OF_A_RANK = {*_GAUGES, "step", "last_step_timestamp_seconds", "rank_up", "rank_outvoted", "device_memory_bytes"}
-
-
-def _heed(view: RankView, name: str, labels: Mapping[str, str], value: float) -> None:
-    if name in _GAUGES:
-        setattr(view, _GAUGES[name], value)
-    elif name == "step":
-        view.step = int(value)
-    elif name == "last_step_timestamp_seconds":
-        view.age = time.time() - value
-    elif name == "rank_up":
-        view.ended = "" if value else "left"
-    elif name == "rank_outvoted" and value and labels.get("what") in COMPARED:
-        view.outvoted = (*view.outvoted, labels["what"])
-    elif name == "device_memory_bytes" and labels.get("kind") == "reserved":
-        view.device = value

@@ -18,7 +18,7 @@ import math
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qs
 
 from prometheus_client.core import Metric
@@ -94,35 +94,25 @@ _SILENT = 60.0
 
 
 class PrometheusSink(Collector):
-    """The exporter of one rank, serving from its construction on; `url` is None where it does not serve.
-
-    A port that is taken moves on to the next one. When there is none, or the host is not ours, the first `write` raises
-    that OSError, so that the fan-out reports it.
+    """The exporter of one rank, which serves beside it.
 
     Args:
-        port: of local rank 0; 0 takes any free port.
-        waits: beside the rank; does not serve before it has a socket (`serve`).
         mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks; of more than
             `EVERY_RANK` of them aggregates and a few, all with `?detail=all`).
         serving: TLS, passwords and the like.
     """
 
-    part: ClassVar[str] = "prometheus"  # what messages call it
-
-    def __init__(  # noqa: PLR0913 - who serves, and where
+    def __init__(
         self,
         rank: int,
-        host: str,
-        port: int,
+        host: str = "127.0.0.1",
         *,
         mode: str = "per-rank",
-        local_rank: int = 0,
         clock: Callable[[], float] = time.time,
         serving: Serving | None = None,
-        waits: bool = False,
     ) -> None:
         self._rank, self._host, self._serving = rank, host, serving or Serving()
-        self._everyone, self._is_beside = mode == "rank0", waits
+        self._everyone = mode == "rank0"
         self._clock = clock
         self._ranks: dict[int, RankState] = {rank: RankState()}
         # a zero of each severity, so that sums exist before the first finding; an empty label is one that is not there
@@ -149,38 +139,32 @@ class PrometheusSink(Collector):
         self._last: StepJudged | None = None
         self._started: RunStarted | None = None
         self._targets: dict[int, str] = {}
-        self._failure: OSError | None = None
         self._endpoint: Endpoint | None = None
         self._recent, self._shown = Recent(), Shown()
         # of steps with chosen rows: what whole kinds of ranks have in common, until it is counted for each of them
         self._kinds, self._counted = Counter[tuple[frozenset[int], int, bool]](), 0.0
-        self.url: str | None = None
-        if rank == 0 or not self._everyone:
-            share = SHARE_OF_ALL if self._everyone else SHARE
-            self._apps: dict[str, App] = {"/metrics": self._page(share)}
-            if rank == 0:
-                self._apps["/sd"] = json_app(self._sd)
-            try:
-                if not waits:
-                    self.serve(None, port + local_rank if port and not self._everyone else port)
-            except OSError as error:
-                self._failure = error
+        self.url = ""
+        self._apps: dict[str, App] = {"/metrics": self._page(SHARE_OF_ALL if self._everyone else SHARE)}
+        if rank == 0:
+            self._apps["/sd"] = json_app(self._sd)
 
-    def serve(self, listener: socket.socket | None, port: int = 0) -> str:
-        """Serve on a socket, or at a port; return the address."""
-        self._endpoint = served = Endpoint(self._apps, self._host, port, self._serving, listener=listener)
+    def serve(self, listener: socket.socket | None = None) -> str:
+        """Serve on a socket, or at any port; return the address.
+
+        Raises:
+            OSError: the host is not ours, or a file of `serving` cannot be used.
+        """
+        self._endpoint = served = Endpoint(self._apps, self._host, 0, self._serving, listener=listener)
         self.url = f"{served.scheme}://{served.address}/metrics"
         return served.address
 
     def move(self) -> str:
         """Serve at another port; return the new address."""
         self.close()
-        return self.serve(None)
+        return self.serve()
 
     def write(self, record: Record) -> None:
-        """Keep the record for the next scrape; raise OSError where no port could be taken."""
-        if self._failure is not None:
-            raise self._failure
+        """Keep the record for the next scrape."""
         match record:
             case StepJudged():
                 self._step(record)
@@ -377,8 +361,8 @@ class PrometheusSink(Collector):
         own, now = str(self._rank), self._clock()
         outvoted = {what: found.copy() for what, found in self._outvoted.items()}
         waiting = self._waiting if now - self._waited <= _BELIEVED else Waiting()
-        if self._is_beside and self._end is None and len(self._members) > 1 and now - self._met > _SILENT:
-            waiting = Waiting(state=WaitState.SILENT, ranks=(self._rank,))  # where it serves by itself nobody answers
+        if self._end is None and len(self._members) > 1 and now - self._met > _SILENT:
+            waiting = Waiting(state=WaitState.SILENT, ranks=(self._rank,))
         for rank, state in self._ranks.copy().items():
             state.waiting = waiting.seconds.get(rank, 0.0)
         yield from run_metrics(own, self._started)

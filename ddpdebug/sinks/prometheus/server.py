@@ -12,7 +12,6 @@ import gzip
 import hmac
 import io
 import json
-import os
 import socket
 import ssl
 import threading
@@ -24,7 +23,6 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from ddpdebug.clock import time
-from ddpdebug.disk import Kept
 from ddpdebug.isolation.background import Thread
 from ddpdebug.sinks.prometheus.listening import Serving, address_of, listen
 
@@ -69,7 +67,7 @@ class Endpoint:
         listener: socket.socket | None = None,
     ) -> None:
         context, credentials = serving.context(), serving.credentials()
-        self._host, self._owner = host, os.getpid()
+        self._host = host
         listener = listener or listen(host, port, serving)
         self.port = int(listener.getsockname()[1])
         self.scheme = "http" if context is None else "https"
@@ -87,8 +85,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Stop serving; returns within a second."""
-        if os.getpid() == self._owner:  # a forked child has no server thread to wait for
-            self._server.close()
+        self._server.close()
 
 
 def _is_loopback(address: str) -> bool:
@@ -296,26 +293,21 @@ class Server(WSGIServer):
         self.set_app(app)
         self._context, self._every = context, every
         self._closing = threading.Event()
-        self._open: dict[Any, tuple[float, Kept]] = {}  # connections, with the time of each one's end
-        self._kept = Kept(listener.fileno())
+        self._open: dict[Any, float] = {}  # connections, with the time of each one's end
         self._thread = Thread("ddpdebug-metrics", self._run)
 
     def close(self) -> None:
         """Stop serving; returns within a second."""
         self._closing.set()
-        if self._kept:
-            with suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._thread.join(1.0)
-        self._let_go(self.socket, self._kept)
+        self.socket.close()
 
     def _run(self) -> None:
         due = 0.0
         while not self._closing.is_set():
             now = time.monotonic()
-            if not self._kept:  # the script has closed it; what has its number now is the script's
-                self.socket.detach()
-                return
             if now >= due:
                 due = now + _TICK
                 with suppress(Exception):  # the thread must live on
@@ -328,15 +320,13 @@ class Server(WSGIServer):
         self._hang_up(float("inf"))
 
     def _hang_up(self, now: float) -> None:
-        for connection, (end, kept) in self._open.copy().items():
-            if end <= now and kept:
+        for connection, end in self._open.copy().items():
+            if end <= now:
                 with suppress(OSError):  # it has ended itself
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Its handshake begins with what its own thread reads."""
-        if not self._kept:
-            raise ConnectionAbortedError  # the script accepts it
         try:
             client, address = self.socket.accept()
         except OSError:  # no more files: who waits goes on waiting, and this would ask without a pause
@@ -352,7 +342,7 @@ class Server(WSGIServer):
         del client_address
         if len(self._open) >= _MAX_CONNECTIONS:
             return False
-        self._open[request] = time.monotonic() + _TIMEOUT, Kept(request.fileno())
+        self._open[request] = time.monotonic() + _TIMEOUT
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -366,19 +356,8 @@ class Server(WSGIServer):
 
     def shutdown_request(self, request: Any) -> None:
         """End a connection."""
-        _, kept = self._open.pop(request, (0.0, None))
-        if kept is None or kept:
-            super().shutdown_request(request)
-        else:
-            request.detach()
-
-    @staticmethod
-    def _let_go(of: socket.socket, kept: Kept) -> None:
-        """Close a socket, unless its number is somebody else's by now."""
-        if kept:
-            of.close()
-        else:
-            of.detach()
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop the error: the terminal is the job's."""

@@ -1,10 +1,10 @@
-"""What runs have in common: told where it tells something, and only there."""
+"""What ran."""
 
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from ddpdebug.hub.groups import differing, facts, holders, shared
+from ddpdebug.hub.facts import facts
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -42,31 +42,3 @@ def test_any_document_has_facts(document: dict[str, object]) -> None:
     found = facts(document)
     assert all(text.isprintable() and len(text) <= 200 for fact in found.items() for text in fact)
     assert len(found) <= 400
-
-
-def test_what_few_others_have_is_told_first() -> None:
-    """With how many of them; what goes together stands together."""
-    runs = {f"r{i}": {"lr": "0.1", "sched": "cosine" if i < 8 else "step"} for i in range(40)}
-    for key in ("r0", "r1", "r2", "r3", "r4"):
-        runs[key] |= {"node": "n7", "gpu": "x"}
-    found = shared({"r0", "r1", "r2", "r3"}, holders(runs), len(runs))
-    assert [(one.facts, one.others, one.of) for one in found] == [
-        ((("node", "n7"), ("gpu", "x")), 1, 36),
-        ((("sched", "cosine"),), 4, 36),
-    ]
-
-
-def test_what_may_well_be_chance_is_not_told() -> None:
-    """One run alone, all runs, and a fact that half of the others have as well."""
-    runs = {f"r{i}": {"lr": "0.1", "sched": "cosine" if i % 2 else "step"} for i in range(40)}
-    having = holders(runs)
-    assert shared({"r1"}, having, 40) == []
-    assert shared(set(runs), having, 40) == []
-    assert shared({"r1", "r3", "r5"}, having, 40) == []
-    assert shared({"r0", "r1", "r2"}, having, 40) == []
-
-
-def test_runs_differ_in_what_only_some_have() -> None:
-    """In the order in which the first run has it."""
-    assert differing([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [("b", ["2", "3"]), ("c", ["", "4"])]
-    assert differing([]) == []
