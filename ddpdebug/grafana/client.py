@@ -1,12 +1,13 @@
-"""The client of Grafana's HTTP interface, for its dashboards. Torch-free."""
+"""The only module that talks to Grafana: wraps grafana-api, its errors and its gaps. Torch-free.
+
+grafana-api leaks the errors of its HTTP library, does not encode query strings and knows no dashboard uids; what it
+lacks goes through its session. grafana-client from version 4 on must not take its place: it replaces urllib3 for the
+whole environment.
+"""
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,26 +47,27 @@ class GrafanaUnreachableError(GrafanaError):
     """Nobody answered at the address; the next request would fare alike."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nothing: the token is for the server that was named."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Return no other request."""
-
-
 class Grafana:
     """One Grafana server.
 
     Raises:
-        UsageError: the address is none.
+        UsageError: the address is none, or grafana-api is not installed.
     """
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username is not None:
             raise UsageError(f"{url!r} is not the address of a Grafana; give http://host:port without a password")
-        self._token, self._url = token, f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        try:
+            from grafana_api.grafana_face import GrafanaFace  # noqa: PLC0415 - an optional dependency
+        except ImportError:
+            raise UsageError("grafana-api is not installed; pip install 'ddpdebug[grafana]'") from None
+        prefix = f"{parts.path.strip('/')}/" if parts.path.strip("/") else ""
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        self._token, self._url = token, f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/")
+        self._api = GrafanaFace(
+            auth=token, host=host, port=parts.port, url_path_prefix=prefix, protocol=parts.scheme, timeout=_TIMEOUT
+        ).api
 
     def folder(self, title: str) -> str:
         """Return the uid of the folder of this title, made where there is none; empty for Grafana's General."""
@@ -100,25 +102,20 @@ class Grafana:
         return str(self._call("POST", "/dashboards/db", {**body, "folderUid": folder}).get("url", ""))
 
     def _call(self, method: str, path: str, body: Any = None, *, missing_is_none: bool = False) -> Any:
-        request = urllib.request.Request(  # noqa: S310 - the scheme is checked where the address is read
-            f"{self._url}/api{path}",
-            None if body is None else json.dumps(body).encode(),
-            {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
-            method=method,
-        )
+        from grafana_api.grafana_api import GrafanaException  # noqa: PLC0415 - an optional dependency
+        from requests import exceptions  # noqa: PLC0415 - as above
+
         try:
-            with self._opener.open(request, timeout=_TIMEOUT) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                if missing_is_none and error.code == _NOT_FOUND:
-                    return None
-                why = error.read(4096).decode("utf-8", "replace")
-            raise GrafanaError(self._clean(f"Grafana refused {method} {path}: {error.code} {why}")) from None
-        except OSError as error:
-            why = _reason(error)
+            return getattr(self._api, method)(path, json=body)
+        except GrafanaException as error:
+            if missing_is_none and error.status_code == _NOT_FOUND:
+                return None
+            raise GrafanaError(self._clean(f"Grafana refused {method} {path}: {error.message}")) from None
+        except (exceptions.ConnectionError, exceptions.Timeout) as error:
+            late = isinstance(error, exceptions.Timeout)
+            why = f"nothing within {_TIMEOUT:g} s" if late else _reason(error)
             raise GrafanaUnreachableError(self._clean(f"Grafana did not answer at {self._url}: {why}")) from None
-        except (http.client.HTTPException, ValueError) as error:
+        except (exceptions.RequestException, ValueError, TypeError) as error:
             kind = type(error).__name__
             raise GrafanaError(self._clean(f"Grafana did not answer {method} {path}: {kind}: {error}")) from None
 
@@ -126,9 +123,13 @@ class Grafana:
         return text.replace(self._token, "***")[:500]
 
 
-def _reason(error: OSError) -> str:
-    """Return why there is no connection, as the system says it."""
-    inner = getattr(error, "reason", error)
-    if isinstance(inner, TimeoutError):
-        return f"nothing within {_TIMEOUT:g} s"
-    return str(getattr(inner, "strerror", None) or inner).lower()
+def _reason(error: BaseException | None) -> str:
+    """Return why there is no connection, as the system says it: what it is wrapped into says less at length."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror.lower()
+        inner = [*error.args[:1], getattr(error, "reason", None), error.__cause__, error.__context__]
+        error = next((each for each in inner if isinstance(each, BaseException)), None)
+    return type(seen[-1]).__name__

@@ -42,6 +42,7 @@ _DISTRIBUTIONS = ("torch", "ddpdebug", "prometheus_client", "click", "rich", "xx
 _TESTED_TORCH, _TESTED_PYTHONS = "2.13", ((3, 11), (3, 14))
 #: Of each extra, what is imported, and what there is with it alone.
 EXTRAS = {
+    "grafana": (("grafana_api",), "ddpdebug dashboards push"),
     "hub": (("starlette", "uvicorn", "sqlalchemy", "jinja2"), "ddpdebug hub, one page for all runs of a team"),
     "hub-postgres": (("psycopg",), "a hub that keeps its runs in Postgres"),
     "mcp": (("mcp",), "answers to programs that ask about runs"),
