@@ -1,4 +1,4 @@
-"""What dynamo counts while a model, a loss, a step and a whole loop are compiled: frames, graphs, breaks, recompiles."""
+"""What dynamo counts while model, loss, step and loop are compiled."""
 
 import torch
 import torch._dynamo.utils

@@ -1,4 +1,4 @@
-"""Models and losses that are compiled for the first time in an evaluation, with warnings as errors.
+"""Models and losses compiled first in an evaluation, with warnings as errors.
 
 slow: yes
 parts: all

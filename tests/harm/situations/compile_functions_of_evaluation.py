@@ -1,4 +1,4 @@
-"""Functions that call models and losses, compiled for the first time in an evaluation, with warnings as errors.
+"""Functions that call such models, compiled first in an evaluation, with warnings as errors.
 
 slow: yes
 parts: all

@@ -1,4 +1,4 @@
-"""A model of torch's own class trains, then compiled as one whole graph, then called by a compiled function.
+"""A model of torch's own class trains, then compiled, then inside a compiled function.
 
 run: alone
 slow: yes

@@ -1,4 +1,4 @@
-"""torch.compile of whole training steps: loop, loader, clipping, scaler, schedule and backward inside, breaks and all.
+"""torch.compile of whole training steps: loop, loader, clipping, scaler, schedule, backward.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""A module that is given generators and iterators, which can be read only once."""
+"""A module called with generators and iterators."""
 
 import torch
 from _report import batches, ddp, report, start

@@ -1,4 +1,4 @@
-"""A batch as dataclass, slots, named tuple, UserDict, OrderedDict, mapping with computed values."""
+"""A batch as dataclass, slots, named tuple, UserDict, OrderedDict, computed mapping."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Data sets, samplers and batches count every length, item and attribute that they are asked for."""
+"""Data sets, samplers and batches that count accesses."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""A list that contains itself, a dict of 10,000 entries, nesting of 2,000 levels."""
+"""A list that contains itself, a dict of 10,000 entries, deep nesting."""
 
 import torch
 from _report import batches, ddp, report, start

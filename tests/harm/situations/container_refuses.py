@@ -1,4 +1,4 @@
-"""A dict whose iteration raises goes through the modules, and a parameter is unused; two ranks.
+"""A dict whose iteration raises, and an unused parameter; two ranks.
 
 ranks: 2
 """

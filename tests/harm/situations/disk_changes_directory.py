@@ -1,4 +1,4 @@
-"""The script changes its working directory, and sweeps the folder in which it was started.
+"""The script changes its working directory and empties the one it was started in.
 
 watched: no, the script deletes the run directory
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of model, optimizer and random state are the same bytes, written and read while the script trains."""
+"""Checkpoints of model, optimizer and random state, byte for byte."""
 
 import hashlib
 import random

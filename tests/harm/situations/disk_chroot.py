@@ -1,4 +1,4 @@
-"""The script locks itself into an empty directory in the middle of training, and looks at what is in it afterwards.
+"""chroot into an empty directory in the middle of training.
 
 needs: root
 """

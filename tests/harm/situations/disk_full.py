@@ -1,4 +1,4 @@
-"""A file system of 440 MiB: two checkpoints just fit, and bad samples come on the way; two ranks.
+"""A file system of 440 MiB, nearly full, with bad samples; two ranks.
 
 ranks: 2
 needs: root

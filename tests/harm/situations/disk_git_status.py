@@ -1,4 +1,4 @@
-"""The script refuses to go on where the work tree is not clean, as `git status` sees it, before and after training."""
+"""The script needs a clean `git status` before and after training."""
 
 import subprocess
 import sys

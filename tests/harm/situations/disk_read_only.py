@@ -1,4 +1,4 @@
-"""The working directory cannot be written (for root neither: it is a read-only file system).
+"""A read-only working directory.
 
 run: alone
 under: cd /proc/self && "$@"

@@ -1,4 +1,4 @@
-"""Settings that can be made only once, or before a first use, are made after some steps: threads, start method, logging."""
+"""Settings possible only before first use, made after some steps: threads, start method, logging."""
 
 import logging
 import multiprocessing

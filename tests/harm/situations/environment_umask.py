@@ -1,4 +1,4 @@
-"""The umask forbids everything, and files of the script's show it at every step; priorities, affinity and groups change."""
+"""A umask that forbids everything; priorities, affinity and groups change."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Exit handlers that train, raise, register another one and look at the group; their order.
+"""Exit handlers that train, raise, register another; their order.
 
 run: alone
 """

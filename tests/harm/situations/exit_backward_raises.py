@@ -1,4 +1,4 @@
-"""A custom Function raises in backward; what sys.exc_info, contexts, notes and tracebacks hold
+"""A custom Function raises in backward: sys.exc_info, contexts, notes and tracebacks.
 
 slow: yes
 """

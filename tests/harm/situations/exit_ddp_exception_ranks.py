@@ -1,4 +1,4 @@
-"""Both ranks raise in the same step, inside of `no_sync`, with the group still there.
+"""Both ranks raise in the same step, inside `no_sync`, the group still there.
 
 ranks: 2
 """

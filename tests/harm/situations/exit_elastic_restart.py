@@ -1,4 +1,4 @@
-"""torchrun --max-restarts 1: rank 1 raises in the first attempt, the second trains to the end.
+"""torchrun --max-restarts 1: rank 1 raises in the first attempt.
 
 run: torchrun
 ranks: 2

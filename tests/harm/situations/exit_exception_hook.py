@@ -1,4 +1,4 @@
-"""An exception that nobody catches, with the script's own excepthook.
+"""An uncaught exception, with the script's own excepthook.
 
 run: alone
 """

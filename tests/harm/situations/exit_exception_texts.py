@@ -1,4 +1,4 @@
-"""An exception whose text is made by the script, which prints and raises, ends the job.
+"""An exception whose `__str__` prints and raises ends the job.
 
 run: alone
 """

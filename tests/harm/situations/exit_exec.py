@@ -1,4 +1,4 @@
-"""The script replaces itself by a new interpreter in the middle of training, with the words by which it was started.
+"""The script replaces itself by a new interpreter (execv) in the middle of training.
 
 run: alone
 """

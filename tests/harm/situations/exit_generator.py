@@ -1,4 +1,4 @@
-"""A generator that trains is dropped halfway: GeneratorExit passes through its `finally`."""
+"""A generator that trains is dropped halfway: GeneratorExit reaches its `finally`."""
 
 import torch
 from _report import batches, report, start

@@ -1,4 +1,4 @@
-"""With --on-hang stop: one rank ends seconds before the other, and one raises: both end as without it.
+"""--on-hang stop: one rank ends seconds before the other, and one raises.
 
 ranks: 2
 env: DDPDEBUG_ON_HANG=stop

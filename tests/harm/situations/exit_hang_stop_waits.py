@@ -1,4 +1,4 @@
-"""With --on-hang stop: ranks wait for one that is stopped for three seconds, and for one that evaluates for a while.
+"""--on-hang stop: ranks wait for one that is stopped or evaluates.
 
 ranks: 2
 env: DDPDEBUG_ON_HANG=stop

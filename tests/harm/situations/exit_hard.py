@@ -1,4 +1,4 @@
-"""os._exit(9) in the middle of training, with output that is not flushed."""
+"""os._exit(9) in the middle of training, with unflushed output."""
 
 import os
 

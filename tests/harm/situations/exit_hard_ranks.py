@@ -1,4 +1,4 @@
-"""os._exit(0) on all ranks, seconds apart, with output that is not flushed.
+"""os._exit(0) on all ranks, seconds apart, with unflushed output.
 
 ranks: 2
 slow: yes

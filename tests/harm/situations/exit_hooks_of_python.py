@@ -1,4 +1,4 @@
-"""Hooks of Python count what reaches them until the very end: excepthook, unraisablehook, threads', destructors, finalizers."""
+"""excepthook, unraisablehook, destructors and finalizers until the very end."""
 
 import atexit
 import sys

@@ -1,4 +1,4 @@
-"""An exception inside of a forward, one inside of a backward hook, caught; then one that is not."""
+"""Exceptions in a forward and in a backward hook, caught; then one that is not."""
 
 import torch
 from _report import batches, report, start

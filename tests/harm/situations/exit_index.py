@@ -1,4 +1,4 @@
-"""A label that is out of range and an index that an embedding does not have: caught first, then a traceback and the end."""
+"""A label and an embedding index out of range: caught first, then the end."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Waits for all its children and leaves with a status of its own, while its end is served for a while.
+"""The script waits for all its children; its end is served for a while.
 
 env: DDPDEBUG_SD_DIR=ddpdebug-runs/sd DDPDEBUG_LINGER=30
 """

@@ -1,4 +1,4 @@
-"""Is killed where targets cannot be listed, and its end is served for a while.
+"""SIGKILL where targets cannot be listed; its end is served for a while.
 
 env: DDPDEBUG_SD_DIR=/proc/nowhere DDPDEBUG_LINGER=30
 watched: no: it may be killed before its first steps are written

@@ -1,4 +1,4 @@
-"""kill -9 of rank 1; rank 0 sees the lost connection as an exception and ends with its own code.
+"""kill -9 of rank 1; rank 0 gets an exception and ends with its own code.
 
 ranks: 2
 """

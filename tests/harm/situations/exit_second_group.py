@@ -1,4 +1,4 @@
-"""The group is destroyed and made again twice, on the same port, with a DDP each time.
+"""The group is destroyed and made again twice on the same port.
 
 ranks: 2
 """

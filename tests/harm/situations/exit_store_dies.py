@@ -1,4 +1,4 @@
-"""The process that hosts the store of two ranks is killed in the middle; they train on, and end seconds apart.
+"""The process that hosts the store is killed; two ranks train on.
 
 ranks: 2
 slow: yes

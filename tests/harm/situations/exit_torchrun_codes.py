@@ -1,4 +1,4 @@
-"""Under torchrun rank 1 ends with exit code 3: what the launcher makes of it.
+"""Under torchrun rank 1 ends with exit code 3.
 
 run: torchrun
 ranks: 2

@@ -1,4 +1,4 @@
-"""torchrun is asked to end by SIGTERM while its ranks train; a rank handles it and saves.
+"""SIGTERM to torchrun while its ranks train; a rank handles it and saves.
 
 run: torchrun
 ranks: 2

@@ -1,4 +1,4 @@
-"""Files that nobody closes, a zip file, a destructor, a finalizer and a thread at the end of the interpreter, in a check.
+"""Open files, destructors and a thread at the interpreter's end, in a check.
 
 run: alone
 command: check

@@ -1,4 +1,4 @@
-"""Rank 1 ends its loop early and leaves; rank 0 goes on without the group.
+"""Rank 1 ends its loop early; rank 0 goes on without the group.
 
 ranks: 2
 """

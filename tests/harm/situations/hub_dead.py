@@ -1,4 +1,4 @@
-"""A hub that is not there: the job is told once, and ends as it would.
+"""An unreachable hub is reported once.
 
 env: DDPDEBUG_HUB=http://127.0.0.1:9
 """

@@ -1,4 +1,4 @@
-"""A hub that refuses what is pushed: the job is told once, and goes on.
+"""A hub that refuses what is pushed is reported once.
 
 env: DDPDEBUG_HUB=http://127.0.0.1:18766
 """

@@ -1,4 +1,4 @@
-"""A hub that takes connections and never answers: nobody waits for it, at the end neither.
+"""A hub that accepts connections and never answers: the end does not wait.
 
 env: DDPDEBUG_HUB=http://127.0.0.1:18765
 """

@@ -1,4 +1,4 @@
-"""A batch of 150 MiB: what is held at the peak, and whether `del` frees the batch.
+"""A batch of 150 MiB: peak memory, and its end by `del`.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""Batches over shared memory, a mapped file, read-only numpy memory; one that needs a gradient."""
+"""Batches in shared memory, a mapped file, read-only numpy memory."""
 
 import warnings
 

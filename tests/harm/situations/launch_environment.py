@@ -1,4 +1,4 @@
-"""Variables of the environment that the script sets before it imports torch.
+"""Environment variables set by the script before it imports torch.
 
 run: alone
 env: OMP_NUM_THREADS=-

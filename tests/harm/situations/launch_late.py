@@ -1,4 +1,4 @@
-"""torch is looked for, and imported in a function by another package and another thread, after other finders came.
+"""torch is imported late, by another package and thread.
 
 run: alone
 """

@@ -1,4 +1,4 @@
-"""Modules of the script's own beside it, of the same names as those that ddpdebug uses.
+"""The script's own modules have names of modules that ddpdebug uses.
 
 run: alone
 under: for last; do :; done; mkdir own; cp "$(dirname "$last")/_report.py" own; cp "$last" own/train.py; for name in click tomllib html xxhash prometheus_client; do echo 'WHOSE = "mine"' > own/$name.py; done; export PYTHONDONTWRITEBYTECODE=1; exec "${@:1:$#-1}" own/train.py

@@ -1,4 +1,4 @@
-"""`python -m package` with relative imports, a class that is pickled by its name, and argparse's name of the program.
+"""`python -m package`: relative imports, pickles by name, argparse.
 
 run: alone
 under: for last; do :; done; mkdir own; cp "$(dirname "$last")/_report.py" .; cp "$last" own/__main__.py; echo 'WORD = "a part"' > own/part.py; export PYTHONDONTWRITEBYTECODE=1; exec "${@:1:$#-1}" -m own one

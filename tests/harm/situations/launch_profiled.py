@@ -1,4 +1,4 @@
-"""Under `-m cProfile`, a module that runs scripts, with words of its own in front of the script's.
+"""Under `-m cProfile`, with options of its own before the script's.
 
 run: alone
 under: exec "${@:1:$#-1}" -m cProfile -o /dev/null "${@: -1}" one --two

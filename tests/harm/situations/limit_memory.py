@@ -1,4 +1,4 @@
-"""The address space is limited to 1 GiB more than is in use, and the script takes 700 MiB of it.
+"""Address space of 1 GiB more than in use.
 
 ranks: 1
 """

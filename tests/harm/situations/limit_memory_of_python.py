@@ -1,4 +1,4 @@
-"""The script itself hits the recursion limit and a MemoryError inside of a forward, and catches both."""
+"""A recursion error and a MemoryError inside a forward are caught."""
 
 import torch
 from _report import batches, ddp, report, start

@@ -1,4 +1,4 @@
-"""No thread can be started at all, from before the group is made.
+"""No thread can be started, from before the group is made.
 
 watched: no, what meets and serves needs a thread
 """

@@ -1,4 +1,4 @@
-"""Small stacks, no core files, few locked pages, a low priority ceiling: limits set after the first steps
+"""Small stacks, no core files, few locked pages, a low priority ceiling.
 
 slow: yes
 """

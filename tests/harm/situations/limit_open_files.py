@@ -1,4 +1,4 @@
-"""At most 40 open files, and the script needs most of them.
+"""At most 40 open files, most of them the script's.
 
 ranks: 1
 """

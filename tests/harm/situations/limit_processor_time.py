@@ -1,4 +1,4 @@
-"""A limit of processor time: SIGXCPU is handled once, and the script saves and leaves with a code of its own.
+"""A limit of processor time: SIGXCPU is handled once, the script saves and leaves.
 
 slow: yes
 """

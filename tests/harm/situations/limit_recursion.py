@@ -1,4 +1,4 @@
-"""A recursion limit of which a model uses all but ten frames."""
+"""A model uses all but ten frames of the recursion limit."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Eight micro-batches of 40 MiB a step: what is held at the peak, and which batches outlive their `del`.
+"""Eight micro-batches of 40 MiB a step: peak memory.
 
 ranks: 1
 slow: yes

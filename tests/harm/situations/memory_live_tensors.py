@@ -1,4 +1,4 @@
-"""The tensors and modules that the garbage collector lists between steps, and counts of references; two ranks.
+"""Tensors and modules listed by the garbage collector; two ranks.
 
 ranks: 2
 parts: all

@@ -1,4 +1,4 @@
-"""Reference counts of batches, outputs, losses, gradients, models and optimizers, and buffers that are used again by them."""
+"""Reference counts of batches, outputs, losses, gradients, models and optimizers; reused buffers."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Memory is refused inside of a forward, a backward and a step, and the script goes on with half of the batch each time."""
+"""Memory is refused in a forward, a backward and a step."""
 
 import torch
 from _report import batches, report, start

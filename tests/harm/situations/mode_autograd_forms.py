@@ -1,4 +1,4 @@
-"""backward with a gradient, of several losses, twice, with inputs; autograd.grad; double backward; custom Functions."""
+"""backward with a gradient, of several losses, twice, with inputs; autograd.grad; double backward."""
 
 import torch
 from _report import batches, report, start

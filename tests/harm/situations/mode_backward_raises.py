@@ -1,4 +1,4 @@
-"""backward of freed graphs, of integers, of leaves: the exceptions that the script catches, with their texts."""
+"""backward of freed graphs, of integers, of leaves: texts of the exceptions."""
 
 import torch
 from _report import batches, ddp, report, start, train

@@ -1,4 +1,4 @@
-"""Uninitialised memory is filled and operations are deterministic or refused, under a default device and half precision."""
+"""Filled uninitialised memory, deterministic operations, under a default device and half precision."""
 
 import torch
 from _report import batches, report, start

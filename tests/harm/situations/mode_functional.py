@@ -1,4 +1,4 @@
-"""Gradients by torch.func: vmap over grad, functional_call, an optimizer that is fed by hand."""
+"""torch.func: vmap over grad, functional_call, an optimizer fed by hand."""
 
 import torch
 from _report import batches, report, start

@@ -1,4 +1,4 @@
-"""A function mode of the script's own around evaluations; models with active dropout and attention keep its fast path.
+"""A function mode around evaluations; attention keeps its fast path.
 
 parts: all
 """

@@ -1,4 +1,4 @@
-"""A script walks the graph of its loss: names of nodes, their hooks, gradient edges, hooks on nodes and on leaves."""
+"""The script walks the graph of its loss."""
 
 import torch
 from _report import batches, report, start

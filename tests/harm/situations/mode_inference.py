@@ -1,4 +1,4 @@
-"""Evaluation under inference mode between the steps, and in a forward of its own model."""
+"""Evaluation under inference mode between the steps and inside a forward."""
 
 import torch
 from _report import batches, ddp, report, start, train

@@ -1,4 +1,4 @@
-"""The profiler of torch is on: the operations that it lists are the script's."""
+"""torch's profiler lists the script's operations only."""
 
 import torch
 from _report import ddp, report, start, train

@@ -1,4 +1,4 @@
-"""The profiler with a schedule, shapes, memory, modules and an execution trace: keys, counts and order of operations."""
+"""The profiler with schedule, shapes, memory, modules and execution trace."""
 
 import json
 import os

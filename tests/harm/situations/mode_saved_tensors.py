@@ -1,4 +1,4 @@
-"""Hooks of saved tensors count what is saved, storages are compared, and fork_rng, seeds and generators are used in forwards."""
+"""Saved tensor hooks, fork_rng, seeds and generators in forwards."""
 
 import torch
 from _report import batches, report, start

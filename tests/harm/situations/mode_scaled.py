@@ -1,4 +1,4 @@
-"""Half precision with a gradient scaler that skips steps, no_sync, checkpointing, OneCycle and a loader; two ranks.
+"""GradScaler that skips steps, no_sync, checkpointing, OneCycle and a loader; two ranks.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""Models built, copied, saved and loaded in every way, with registration hooks of the user's own, while others train."""
+"""Models built, copied, saved and loaded, with registration hooks, while others train."""
 
 import copy
 import io

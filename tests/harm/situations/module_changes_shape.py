@@ -1,4 +1,4 @@
-"""Parameters are replaced, resized, frozen, moved to float64 and added in the middle of training.
+"""Parameters replaced, resized, frozen, moved to float64 and added while training.
 
 slow: yes
 """

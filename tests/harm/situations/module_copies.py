@@ -1,4 +1,4 @@
-"""A trainer with model, DDP, optimizer, scheduler and loader is pickled, copied and saved, and the copies train on; two ranks.
+"""Model, DDP, optimizer, scheduler and loader are pickled and copied, and the copies train; 2 ranks.
 
 ranks: 2
 """

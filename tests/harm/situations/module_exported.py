@@ -1,4 +1,4 @@
-"""A model that has trained is traced, scripted, followed by fx and exported, and trains on."""
+"""A trained model is traced, scripted, exported, and trains on."""
 
 import io
 import warnings

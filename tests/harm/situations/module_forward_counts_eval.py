@@ -1,4 +1,4 @@
-"""A forward that counts its calls and keeps its inputs; evaluation without no_grad, in train mode."""
+"""A forward counts its calls; evaluation without no_grad, in train mode."""
 
 import torch
 from _report import batches, digest, report, start, train

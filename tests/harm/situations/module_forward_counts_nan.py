@@ -1,4 +1,4 @@
-"""A forward that counts its calls, draws from Python's random and prints; a NaN batch comes.
+"""A forward counts, draws from Python's random and prints; a NaN batch.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""Forwards that are partial functions, callable objects, static, of other classes, shared by two classes, or exchanged."""
+"""Forwards that are partials, callable objects, static, shared or exchanged."""
 
 import functools
 

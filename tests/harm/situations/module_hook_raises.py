@@ -1,4 +1,4 @@
-"""The script's own hook raises in a forward, a backward and a step, and the script catches it."""
+"""A hook raises in a forward, a backward and a step, and is caught."""
 
 import torch
 from _report import batches, ddp, report, start

@@ -1,4 +1,4 @@
-"""The script's own hooks: forward, pre-forward with keywords, full backward, tensor hooks, global hooks."""
+"""The script's hooks: forward, pre-forward with keywords, full backward, tensor, global."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Hooks that count calls, on a module and for all modules; places and counters of tensors; a NaN batch comes.
+"""Hooks that count calls; addresses and version counters of tensors; a NaN batch.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""Models, losses, optimizers and loaders that are neither true nor false, and refuse to be compared, measured and listed.
+"""Models, losses, optimizers and loaders that refuse `bool`, `==`, `len` and `iter`.
 
 ranks: 2
 """

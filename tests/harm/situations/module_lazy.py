@@ -1,4 +1,4 @@
-"""Lazy modules: one that is filled by its first forward, one that never is."""
+"""Lazy modules: one filled by its first forward, one never."""
 
 import torch
 from _report import batches, report, start

@@ -1,4 +1,4 @@
-"""Loads that fit in part, fail, are answered by hooks or followed by swaps; clipping, losses and optimizers that come twice.
+"""Loads that fit in part, fail, or meet hooks and swaps.
 
 parts: all
 """

@@ -1,4 +1,4 @@
-"""Functions leave notes in their locals(), in the loop and in the forward, while NaN comes of a batch.
+"""Functions write into their locals(); a NaN batch.
 
 ranks: 2
 """

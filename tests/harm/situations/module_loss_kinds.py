@@ -1,4 +1,4 @@
-"""Loss modules that train and evaluate, and classes of them that return a tuple, a dict, a sparse tensor, or raise.
+"""Loss modules that return a tuple, a dict, a sparse tensor, or raise.
 
 parts: all
 """

@@ -1,4 +1,4 @@
-"""Parts of a model are set to train and eval mode in every way: by hand, by an override that counts, between forwards."""
+"""Parts of a model change train and eval mode in every way."""
 
 import torch
 from _report import batches, report, start, train

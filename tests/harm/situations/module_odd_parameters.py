@@ -1,4 +1,4 @@
-"""Parameters that are empty, 0-dim, half, float64, expanded, never used; buffers of bool, complex, sparse and None."""
+"""Parameters empty, 0-dim, half, float64, expanded, unused; buffers bool, complex, sparse, None."""
 
 import torch
 from _report import batches, ddp, report, start, train

@@ -1,4 +1,4 @@
-"""Forwards return dataclasses, generators, mappings that count, closures, None, nested and objects of their own."""
+"""Forwards return dataclasses, generators, mappings that count, closures, None, nested objects."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Modules with their own __call__, parameters() without `recurse`, a forward patched on the instance."""
+"""Modules with their own __call__ or parameters(), a patched forward."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Observations are collected without gradients in train mode, of several forms, and trained on; the model draws."""
+"""Rollouts without gradients in train mode, trained on afterwards."""
 
 import torch
 from _report import report, start

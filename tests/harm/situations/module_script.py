@@ -1,4 +1,4 @@
-"""A ScriptModule, and a traced one, alone and inside of a module."""
+"""A ScriptModule and a traced one, alone and inside a module."""
 
 import warnings
 

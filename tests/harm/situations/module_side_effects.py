@@ -1,4 +1,4 @@
-"""A model that counts how often it is listed, copied or asked for its state."""
+"""A model counts how often it is listed, copied or saved."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Parameters, inputs and outputs are swapped: conversions, load_state_dict and swap_tensors while training and after."""
+"""Parameters, inputs and outputs swapped by conversions, load_state_dict and swap_tensors."""
 
 import torch
 from _report import batches, report, start, train

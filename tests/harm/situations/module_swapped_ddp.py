@@ -1,4 +1,4 @@
-"""Models are converted by swapping their parameters between two DDPs, and when both are gone; two ranks.
+"""Models converted by swapping parameters between two DDPs and after them; two ranks.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""What lies in torch's tables of hooks, in classes and on models, at the times when a script may look."""
+"""torch's tables of hooks, classes and models, whenever a script may look."""
 
 import torch
 from _report import batches, report, start, train

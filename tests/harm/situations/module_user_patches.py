@@ -1,4 +1,4 @@
-"""The script patches torch itself while training: backward, the step, Module.__call__; and takes it back."""
+"""The script patches torch while training: backward, step, Module.__call__; and undoes it."""
 
 import torch
 from _report import batches, ddp, report, start, train

@@ -1,4 +1,4 @@
-"""An ensemble by stack_module_state and vmap, jvp, hessian and per-sample gradients between steps
+"""stack_module_state and vmap, jvp, hessian and per-sample gradients between steps.
 
 slow: yes
 """

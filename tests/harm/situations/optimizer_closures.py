@@ -1,4 +1,4 @@
-"""LBFGS, a closure for SGD that counts its calls, the values that step returns."""
+"""LBFGS, a closure for SGD that counts its calls, what step returns."""
 
 import torch
 from _report import batches, ddp, report, start

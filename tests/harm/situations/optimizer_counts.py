@@ -1,4 +1,4 @@
-"""Optimizers, their groups, states and schedulers count what is asked of them; learning rates are of several kinds."""
+"""Optimizers, groups, states and schedulers that count accesses."""
 
 import collections
 

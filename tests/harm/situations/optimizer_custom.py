@@ -1,4 +1,4 @@
-"""Optimizers of the script: one that never calls super().__init__, one whose step returns a tuple, one that is no Optimizer."""
+"""Optimizers without super().__init__, whose step returns a tuple, or that are no Optimizer."""
 
 import torch
 from _report import batches, report, start

@@ -1,4 +1,4 @@
-"""Frozen parameters move by a gradient that was left to them, by momentum and by weight decay, below DDP; two ranks
+"""Frozen parameters moved by a left gradient, momentum or weight decay; two ranks.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""A GAN whose training step, with both backwards and optimizers, runs inside of DDP's forward.
+"""A GAN whose backwards and optimizers run inside DDP's forward.
 
 ranks: 2
 parts: all

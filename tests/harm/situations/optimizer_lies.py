@@ -1,4 +1,4 @@
-"""A step that changes weights and gradients it should not, deletes gradients, and raises in the middle."""
+"""A step that changes other weights, deletes gradients, and raises halfway."""
 
 import torch
 from _report import batches, ddp, report, start

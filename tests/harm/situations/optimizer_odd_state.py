@@ -1,4 +1,4 @@
-"""State and groups with odd objects: strings, generators, modules, a key that cannot be compared."""
+"""State and groups with strings, generators, modules."""
 
 import torch
 from _report import batches, ddp, report, start, train

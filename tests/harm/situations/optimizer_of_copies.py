@@ -1,4 +1,4 @@
-"""The inner loop of meta-learning: optimizers that come and go train copies of the model, on each rank its own.
+"""Meta-learning: short-lived optimizers train copies of the model.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""Schedulers before and after the step: the warning about the order, and its line."""
+"""Schedulers before the step: the warning about the order, and its line."""
 
 import torch
 from _report import ddp, batches, report, start

@@ -1,4 +1,4 @@
-"""Fused, foreach, differentiable, capturable, sparse and several optimizers that step in turn, twice, or empty."""
+"""Fused, foreach, differentiable, capturable, sparse optimizers, in turn, twice, or empty."""
 
 import torch
 from _report import batches, ddp, report, start

@@ -1,4 +1,4 @@
-"""The script serves on a port of 9400 to 9409 itself, after training has begun: this process must hold none of them."""
+"""The script serves on a port of 9400 to 9409 after training has begun."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Whoever scrapes the job sends nonsense, dribbles, reads nothing, comes fifty at a time and breaks off; SIGPIPE kills.
+"""Scrapers send nonsense, read slowly or nothing, come fifty at a time and break off; SIGPIPE kills.
 
 In the middle of it the job forks, and it ends by os._exit with connections open.
 """

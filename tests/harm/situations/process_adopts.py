@@ -1,4 +1,4 @@
-"""The script takes in orphans (a subreaper) and waits for all of its children, its own and theirs; NaN comes.
+"""A subreaper waits for all its children; NaN comes.
 
 run: alone
 """

@@ -1,4 +1,4 @@
-"""SIGCHLD is counted and children are waited for in each step; there is none but the script's own."""
+"""SIGCHLD is counted and children are waited for in each step."""
 
 import os
 import signal

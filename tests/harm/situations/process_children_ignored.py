@@ -1,4 +1,4 @@
-"""Children are reaped by the system, since SIGCHLD is ignored, while a NaN batch comes; names and numbers of processes."""
+"""SIGCHLD is ignored; a NaN batch; names and numbers of processes."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""All descriptors from 3 on are closed in the middle of training, and files of the script's own get their numbers."""
+"""All descriptors from 3 on are closed while training."""
 
 import os
 import time

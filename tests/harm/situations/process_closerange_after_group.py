@@ -1,4 +1,4 @@
-"""Two ranks destroy their group, close all descriptors from 3 on, open files of their own, and train on
+"""After the group all descriptors from 3 on are closed; training goes on; two ranks.
 
 ranks: 2
 """

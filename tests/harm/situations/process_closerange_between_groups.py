@@ -1,4 +1,4 @@
-"""The group is destroyed, all descriptors from 3 on are closed, and the next group is made, twice
+"""Between two groups all descriptors from 3 on are closed, twice.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""All descriptors from 3 on are closed while an exception is handled, which goes on afterwards or is left behind."""
+"""All descriptors from 3 on are closed while an exception is handled."""
 
 import os
 import sys

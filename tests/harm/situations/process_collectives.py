@@ -1,4 +1,4 @@
-"""Functions of torch.distributed as a script knows them: imported before, wrapped, pickled, inspected, refused, async.
+"""Functions of torch.distributed imported before, wrapped, pickled, inspected, refused, async.
 
 ranks: 2
 parts: all

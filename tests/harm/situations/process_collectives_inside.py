@@ -1,4 +1,4 @@
-"""Collectives of the script's inside of modules, losses, optimizers and threads: refused, async, nested, compiled, traced.
+"""Collectives inside modules, losses, optimizers and threads: refused, async, compiled, traced.
 
 ranks: 2
 slow: yes

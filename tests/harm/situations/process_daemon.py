@@ -1,4 +1,4 @@
-"""The script puts itself into the background before it trains: forks twice, a session of its own, streams to files.
+"""The script becomes a daemon before it trains: two forks, an own session, streams to files.
 
 watched: no, what trains is a child
 """

@@ -1,4 +1,4 @@
-"""The script puts files of its own at descriptors of its choice by dup2, keeps writing to them, and hands all to a child."""
+"""Files at fixed descriptors (dup2), written on, and handed to a child."""
 
 import os
 import subprocess

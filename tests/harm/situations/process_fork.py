@@ -1,4 +1,4 @@
-"""Children are forked in the middle of training; they train, and end in different ways."""
+"""Forked children train, and end in different ways."""
 
 import os
 import sys

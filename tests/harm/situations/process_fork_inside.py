@@ -1,4 +1,4 @@
-"""Children are forked inside of forwards, hooks, losses and steps, and end by os._exit; the script waits for any child.
+"""Children forked inside forwards, hooks, losses and steps end by os._exit.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""Gathers of outputs, with the own part put back and without, in lists that count what they are asked; two ranks
+"""Gathers of outputs into lists that count accesses; two ranks.
 
 ranks: 2
 """

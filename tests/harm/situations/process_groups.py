@@ -1,4 +1,4 @@
-"""What torch.distributed lists: groups, names, the next group's name, collectives of the script in between.
+"""What torch.distributed lists: groups, names, the next group's name.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""The script is the first process of its container, waits for all children, and gets those of others.
+"""The script is the first process of its container.
 
 run: alone
 under: exec unshare --pid --fork --mount-proc "$@"

@@ -1,4 +1,4 @@
-"""DataLoader workers by fork: persistent, large batches, a worker_init_fn that draws, an error in a worker.
+"""DataLoader workers by fork: persistent, large batches, a random worker_init_fn, an error.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""Loaders of the script: iterable data sets, samplers that count, a batch sampler, a subclass, a generator of its own.
+"""Iterable data sets, samplers that count, a batch sampler, an own generator.
 
 Splits, records of odd kinds, and a data set that fails in between.
 """

@@ -1,4 +1,4 @@
-"""DataLoader workers by spawn: classes of __main__ are found by their place.
+"""DataLoader workers by spawn: classes of __main__ are found.
 
 run: alone
 """

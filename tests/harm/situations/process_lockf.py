@@ -1,4 +1,4 @@
-"""A lock of this process on its own source (lockf), which another one tries to take
+"""A lock on its own source (lockf), which another process tries to take.
 
 slow: yes
 """

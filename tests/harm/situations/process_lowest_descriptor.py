@@ -1,4 +1,4 @@
-"""The numbers of the files that a script opens: before torch is imported, before, while and after it trains.
+"""Numbers of files opened before, while and after training.
 
 run: alone
 """

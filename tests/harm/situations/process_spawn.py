@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn of two children that train, from a script with a main guard.
+"""torch.multiprocessing.spawn of two children that train, with a main guard.
 
 run: alone
 watched: no, the children are started without us

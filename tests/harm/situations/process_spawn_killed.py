@@ -1,4 +1,4 @@
-"""One of two spawned ranks is killed; torch ends the other and says so.
+"""One of two spawned ranks is killed; torch ends the other.
 
 run: alone
 """

@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn in a script without a main guard, which Python refuses in the new process.
+"""torch.multiprocessing.spawn without a main guard, which Python refuses.
 
 run: alone
 watched: no, nothing trains

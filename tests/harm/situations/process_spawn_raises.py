@@ -1,4 +1,4 @@
-"""One of two spawned ranks raises; torch ends the other and raises with its traceback.
+"""One of two spawned ranks raises; torch raises with its traceback.
 
 run: alone
 """

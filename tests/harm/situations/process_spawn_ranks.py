@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn of two ranks that train a DDP with loaders and workers, joined by hand.
+"""torch.multiprocessing.spawn of two DDP ranks with loaders and workers, joined by hand.
 
 run: alone
 parts: all

@@ -1,4 +1,4 @@
-"""Ranks of every start method: processes of a class with its own `run`, daemons, a fork; they end in different ways.
+"""Ranks of every start method, of a class with its own `run`, daemons.
 
 run: alone
 """

@@ -1,4 +1,4 @@
-"""Keys of the script's own in the job's store: set, counted, awaited, compared, deleted, listed by their prefix; two ranks.
+"""Keys in the job's store: set, counted, awaited, deleted, listed; two ranks.
 
 ranks: 2
 """

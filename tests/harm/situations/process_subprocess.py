@@ -1,4 +1,4 @@
-"""subprocess in the middle of training: what the child sees of its environment, arguments and descriptors.
+"""A subprocess while training: its environment, arguments and descriptors.
 
 ranks: 1
 """

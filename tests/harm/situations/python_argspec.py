@@ -1,4 +1,4 @@
-"""A loop that passes only what inspect says that forward takes; a scheduler and an optimizer that are asked alike."""
+"""The loop, scheduler and optimizer pass only what inspect lists as parameters."""
 
 import inspect
 

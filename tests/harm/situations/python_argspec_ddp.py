@@ -1,4 +1,4 @@
-"""The same with DDP: its forward and that of the model inside are asked what they take; two ranks.
+"""The same with DDP's forward and the forward of the model inside; two ranks.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""The script's own audit hook refuses what it does not use: sockets, processes, forks, opening files to write, ctypes."""
+"""An audit hook refuses sockets, processes, forks, writing files and ctypes."""
 
 import sys
 

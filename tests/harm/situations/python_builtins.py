@@ -1,4 +1,4 @@
-"""builtins of the script's own: isinstance, len, sorted, id, getattr, zip, print, super count calls or refuse
+"""Builtins replaced by the script: isinstance, len, sorted, id, getattr, zip, print, super.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""The model's class and functions of the script leave the process by value: code, globals, closures, what classes hold."""
+"""Model class and functions pickled by value: code, globals, closures."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""python -bb -I, without traces of columns, with short integers and warnings of bytes and encodings as errors.
+"""python -bb -I, without columns in tracebacks, short integers, bytes warnings as errors.
 
 run: alone
 python: -bb -I -X no_debug_ranges -X int_max_str_digits=640 -X warn_default_encoding -W error::BytesWarning -W error::EncodingWarning:__main__

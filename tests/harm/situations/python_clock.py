@@ -1,4 +1,4 @@
-"""The script replaces the functions of time and datetime, here and in every loaded module, and counts their calls."""
+"""Functions of time and datetime are replaced, and count their calls."""
 
 import datetime
 import sys

@@ -1,4 +1,4 @@
-"""Code of functions is exchanged while training: the model's forward, a loss of the script's, one of torch and its step."""
+"""`__code__` is exchanged: of a forward, a loss, a torch function."""
 
 import types
 

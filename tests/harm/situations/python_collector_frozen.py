@@ -1,4 +1,4 @@
-"""The collector is frozen, switched off, told to keep what it finds, and asked for counts while the script trains."""
+"""The collector is frozen, off, set to keep garbage."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Context variables, decimal contexts and thread-locals are set in forwards and hooks, in contexts, executors and tasks."""
+"""Context variables, decimal contexts and thread-locals in forwards, hooks and tasks."""
 
 import asyncio
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""Objects in batches, models, losses and optimizers say when they die, and a collector that is off
+"""Batches, models, losses and optimizers report when they die.
 
 slow: yes
 """

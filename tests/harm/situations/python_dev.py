@@ -1,4 +1,4 @@
-"""python -X dev: resources that are not closed, and default warnings, are shown.
+"""python -X dev: unclosed resources and default warnings are shown.
 
 run: alone
 python: -X dev -W ignore::DeprecationWarning

@@ -1,4 +1,4 @@
-"""The model and the loop come from exec, without a source file."""
+"""Model and loop come from exec, without a source file."""
 
 import torch
 from _report import batches, ddp, report, start

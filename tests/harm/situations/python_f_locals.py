@@ -1,4 +1,4 @@
-"""A helper keeps the f_locals of the function that trains, which reads from them later, while memory grows and NaN comes."""
+"""A helper keeps f_locals of the training function; NaN."""
 
 import sys
 

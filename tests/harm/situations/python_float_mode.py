@@ -1,4 +1,4 @@
-"""Flush-denormal and the rounding mode of the processor are set, and hold in hooks and after steps
+"""Flush-denormal and the processor's rounding mode hold in hooks and after steps.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""How deep the stack is, and which functions are on it: in forwards, hooks, losses, loaders, samplers, closures."""
+"""Depth of the stack in forwards, hooks, losses, loaders, closures."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""How deep the stack is in forwards and hooks below DDP, in steps that are checked and in others; two ranks.
+"""Depth of the stack below DDP; two ranks.
 
 ranks: 2
 """

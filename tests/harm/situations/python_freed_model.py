@@ -1,4 +1,4 @@
-"""A model, its optimizer and its DDP are dropped: what is left of them, and the live tensors."""
+"""What is left of a model, optimizer and DDP that are dropped."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Garbage collection is switched off, with callbacks of the script and weak references into the model."""
+"""Garbage collection is off, with callbacks and weak references."""
 
 import gc
 import weakref

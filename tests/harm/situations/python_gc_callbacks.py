@@ -1,4 +1,4 @@
-"""Callbacks of the garbage collector: the script's own are called, taken away, called by hand; a signal comes meanwhile.
+"""The script's gc callbacks are called and removed; a signal comes meanwhile.
 
 parts: all
 """

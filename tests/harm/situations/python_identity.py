@@ -1,4 +1,4 @@
-"""What a script sees of itself: names, arguments, path, modules, pickles of its own classes, argparse's name.
+"""Names, arguments, path, modules, pickles, argparse's program name.
 
 run: alone
 """

@@ -1,4 +1,4 @@
-"""After its first steps the script lets nothing more be imported, by a finder in front and by builtins.__import__."""
+"""After its first steps the script refuses all imports."""
 
 import builtins
 import sys

@@ -1,4 +1,4 @@
-"""What introspection says of the functions that are wrapped: names, signatures, identity, pickles."""
+"""Introspection of wrapped functions: names, signatures, identity, pickles."""
 
 import inspect
 import pickle

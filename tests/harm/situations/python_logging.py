@@ -1,4 +1,4 @@
-"""dictConfig that disables loggers, root handlers, factories, levels, shutdown; what loggers there are
+"""dictConfig that disables loggers, root handlers, factories, levels, shutdown.
 
 slow: yes
 """

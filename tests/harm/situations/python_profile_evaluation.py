@@ -1,4 +1,4 @@
-"""Profilers of the script's own in evaluations of a model with active dropout: before, in between, and beside it.
+"""Profilers of the script around evaluations with active dropout.
 
 parts: all
 """

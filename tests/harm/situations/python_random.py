@@ -1,4 +1,4 @@
-"""Random numbers of torch, Python and numpy are drawn in between, also from generators of the script."""
+"""Random numbers of torch, Python and numpy, also from the script's generators."""
 
 import random
 import secrets

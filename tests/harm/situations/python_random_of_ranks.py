@@ -1,4 +1,4 @@
-"""Two ranks of one seed draw from every generator that the loop holds, while these are read and compared.
+"""Two ranks of one seed draw from every generator.
 
 ranks: 2
 parts: all

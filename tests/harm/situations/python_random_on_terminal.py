@@ -1,4 +1,4 @@
-"""On a terminal, where findings are shown in colours: Python's random numbers, and those of NumPy and torch.
+"""Random numbers on a terminal, where findings are coloured.
 
 run: alone
 under: python3 -c "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)" "$@" > /dev/null; code=$?; cat drawn.txt; rm drawn.txt; exit $code

@@ -1,4 +1,4 @@
-"""How deep Python code may still go below the recursion limit: in forwards, hooks, losses, backwards and steps."""
+"""Depth left below the recursion limit in forwards, hooks and steps."""
 
 import torch
 from _report import batches, report, start

@@ -1,4 +1,4 @@
-"""Modules of torch and of the script are loaded again while training, and the modules that are there are listed."""
+"""Modules of torch and of the script are reloaded while training."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Settings of torch, numpy and Python that stay: print options, seterr, precision, threads, switch interval, decimal
+"""Print options, seterr, precision, threads, switch interval stay as set.
 
 slow: yes
 """

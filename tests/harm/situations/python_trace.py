@@ -1,4 +1,4 @@
-"""The script's own trace and profile functions, which count the calls of its own functions."""
+"""Trace and profile functions count the calls of the script's functions."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""The script's own trace and profile functions raise now and then, wherever the script or torch is, and each one is caught."""
+"""Trace and profile functions raise anywhere, and are caught."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The training is a test case: no logs, no warnings, patched steps and forwards with `mock`, autospec and `wraps`."""
+"""Training as a test case: no logs, no warnings, `mock`."""
 
 import io
 import logging

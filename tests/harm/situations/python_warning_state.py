@@ -1,4 +1,4 @@
-"""Filters, registries and the once registry of warnings, here and in torch; catch_warnings around steps
+"""Filters and registries of warnings; catch_warnings around steps.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""ddpdebug.watch in the script, and its end, while the model trains: what inspect and pickle say of model and torch."""
+"""ddpdebug.watch and its end in the script: what inspect and pickle show."""
 
 import inspect
 import pickle

@@ -1,4 +1,4 @@
-"""Backward counts and draws, in a function of the user's and in hooks of tensors; it makes a NaN.
+"""Backward counts, draws and makes a NaN, in a function and in hooks.
 
 ranks: 2
 """

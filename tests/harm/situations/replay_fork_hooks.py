@@ -1,4 +1,4 @@
-"""Hooks of forks, a handler of SIGCHLD and waits for any child see whatever is forked; a NaN batch comes."""
+"""Fork hooks, a SIGCHLD handler, waits for any child; NaN."""
 
 import multiprocessing
 import os

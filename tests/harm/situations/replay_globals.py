@@ -1,4 +1,4 @@
-"""A forward counts, draws and iterates outside of the module, and uses what it gets; NaN batches come.
+"""A forward counts, draws and iterates outside the module; NaN batches.
 
 ranks: 2
 """

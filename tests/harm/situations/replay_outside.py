@@ -1,4 +1,4 @@
-"""A forward writes files, memory that it shares and pipes, holds locks, forks and sends signals; a NaN batch comes."""
+"""A forward writes files, shared memory and pipes, forks and sends signals; a NaN batch."""
 
 import glob
 import mmap

@@ -1,4 +1,4 @@
-"""A forward takes from a queue and a semaphore what is given once a step; a NaN batch comes.
+"""A forward takes from a queue and a semaphore; a NaN batch.
 
 ranks: 2
 """

@@ -1,4 +1,4 @@
-"""A forward asks another process by RPC, which counts; a NaN batch comes.
+"""A forward asks another process by RPC, which counts; a NaN batch.
 
 ranks: 2
 slow: yes

@@ -1,4 +1,4 @@
-"""FSDP2 over two ranks, clipped by norms that the script has put together itself, of lists and of a generator.
+"""FSDP2 clipped by norms that the script computes; two ranks.
 
 ranks: 2
 parts: all

@@ -1,4 +1,4 @@
-"""FSDP2 in mixed precision with uneven and empty shards, which stay whole after the forward; gradients are clipped.
+"""FSDP2 in mixed precision with uneven and empty shards; clipping.
 
 ranks: 2
 parts: all

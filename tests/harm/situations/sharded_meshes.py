@@ -1,4 +1,4 @@
-"""HSDP, tensor parallelism and both with FSDP2, one after the other over four ranks; a part is accumulated over two.
+"""HSDP, tensor parallelism and both with FSDP2 over four ranks; accumulation over two.
 
 ranks: 4
 parts: all

@@ -1,4 +1,4 @@
-"""Another thread throws an exception into the training thread, again and again; the script catches each one.
+"""Another thread throws exceptions into the training thread, which catches each.
 
 slow: yes
 """

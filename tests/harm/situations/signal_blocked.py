@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM are blocked while training, and waited for afterwards; the masks of all threads."""
+"""SIGINT and SIGTERM are blocked while training; masks of all threads."""
 
 import signal
 

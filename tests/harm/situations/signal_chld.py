@@ -1,4 +1,4 @@
-"""A SIGCHLD handler that reaps any child, with children of the script's own
+"""A SIGCHLD handler that reaps any child.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""A handler of SIGALRM raises an Exception wherever the script is; the script catches each one.
+"""A SIGALRM handler raises an Exception anywhere; the script catches each one.
 
 slow: yes
 """

@@ -1,4 +1,4 @@
-"""A timer and signals of `faulthandler`, a fork while the timer runs, and a rank that waits meanwhile.
+"""A timer and signals of `faulthandler`, a fork, a waiting rank.
 
 ranks: 2
 slow: yes

@@ -1,4 +1,4 @@
-"""SIGHUP, SIGALRM, SIGUSR1 as they come, each in a child that trains: how each child ends.
+"""SIGHUP, SIGALRM, SIGUSR1, each in a child that trains.
 
 watched: no, the children are no ranks
 slow: yes

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of training, not caught: a traceback and death by SIGINT.
+"""Ctrl-C in the middle of training, not caught.
 
 run: alone
 """

@@ -1,4 +1,4 @@
-"""Ctrl-C on a rank that waits in a collective for one that sleeps for twelve seconds.
+"""Ctrl-C on a rank that waits in a collective for one that sleeps twelve seconds.
 
 ranks: 2
 slow: yes

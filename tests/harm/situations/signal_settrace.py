@@ -1,4 +1,4 @@
-"""A trace function that raises at each call of the loop in turn that is no library's: every exception is caught there"""
+"""A trace function raises at each call of the loop in turn."""
 
 import sys
 

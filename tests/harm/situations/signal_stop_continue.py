@@ -1,4 +1,4 @@
-"""SIGSTOP, and SIGCONT half a second later, in one of two ranks.
+"""SIGSTOP and SIGCONT half a second later, in one of two ranks.
 
 ranks: 2
 slow: yes

@@ -1,4 +1,4 @@
-"""SIGSTOP, and SIGCONT 20 seconds later, in one of two ranks, and 8 seconds later in the other.
+"""SIGSTOP and SIGCONT 20 seconds later in one rank, 8 seconds later in the other.
 
 ranks: 2
 slow: yes

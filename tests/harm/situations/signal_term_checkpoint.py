@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGHUP are handled: a checkpoint is written, and the script leaves with code 7."""
+"""SIGTERM, SIGUSR1 and SIGHUP are handled: checkpoint, then exit."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""SIGTERM with nobody to handle it, in the middle of training."""
+"""SIGTERM without a handler, in the middle of training."""
 
 import os
 import signal

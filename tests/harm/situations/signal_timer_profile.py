@@ -1,4 +1,4 @@
-"""A timer that ticks every 5 ms with a handler that only counts, and a wakeup descriptor that is full.
+"""A 5 ms timer whose handler counts; a full wakeup descriptor.
 
 ranks: 1
 """

@@ -1,4 +1,4 @@
-"""A thread waits with sigwait for signals that are blocked after training has begun, and a wakeup descriptor sees others."""
+"""A thread in sigwait; a wakeup descriptor."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Streams that take ASCII only, strictly, in the C locale; names of modules and classes are no ASCII, and NaN comes.
+"""Strict ASCII streams, C locale, module and class names beyond ASCII, NaN.
 
 run: alone
 env: PYTHONIOENCODING=ascii:strict LC_ALL=C LANG=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 TMPDIR=/nowhere PYTHONDONTWRITEBYTECODE=1

@@ -1,4 +1,4 @@
-"""stdout and stderr are pipes that nobody reads any more.
+"""stdout and stderr are pipes without a reader.
 
 run: alone
 under: "$@" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}

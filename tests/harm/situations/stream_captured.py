@@ -1,4 +1,4 @@
-"""contextlib.redirect_stderr around a part of the training: what is caught is the script's."""
+"""contextlib.redirect_stderr around a part of the training catches the script's lines only."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""stdin, stdout and stderr are closed before Python starts; the result is a file.
+"""stdin, stdout and stderr are closed before Python starts.
 
 run: alone
 under: "$@" <&- >&- 2>&-; code=$?; cat result.txt; exit $code

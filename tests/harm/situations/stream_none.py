@@ -1,4 +1,4 @@
-"""sys.stdout and sys.stderr are None, closed, or raise at every write while the script trains, with NaN."""
+"""sys.stdout and sys.stderr are None, closed, or raise, with NaN."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The script replaces sys.stdout and sys.stderr by objects of its own that refuse most calls."""
+"""sys.stdout and sys.stderr replaced by objects that refuse most calls."""
 
 import sys
 

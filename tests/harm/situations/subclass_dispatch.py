@@ -1,4 +1,4 @@
-"""A wrapper subclass with __torch_dispatch__ that counts what is asked of it."""
+"""A wrapper subclass whose __torch_dispatch__ counts calls."""
 
 import torch
 from _report import batches, ddp, report, start, train

@@ -1,4 +1,4 @@
-"""FSDP2 shards one model, a DDP trains another, tensors are parallel in a third; gradients are clipped; two ranks.
+"""FSDP2, DDP and tensor parallelism, a model each; gradients are clipped; two ranks.
 
 ranks: 2
 """

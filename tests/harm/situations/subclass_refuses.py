@@ -1,4 +1,4 @@
-"""A tensor subclass whose __torch_function__ raises on functions that it does not know."""
+"""A tensor subclass whose __torch_function__ raises on unknown functions."""
 
 import torch
 from _report import batches, ddp, report, start, train

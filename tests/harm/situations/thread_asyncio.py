@@ -1,4 +1,4 @@
-"""Training inside of an event loop, with other tasks, a signal handler of the loop and steps in an executor."""
+"""Training inside an event loop, with tasks and a signal handler."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Each epoch has threads of its own, which begin in turn: a model is trained by one that is followed, then by another."""
+"""New threads for each epoch: a followed one, then another."""
 
 import sys
 import threading

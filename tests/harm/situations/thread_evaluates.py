@@ -1,4 +1,4 @@
-"""A thread evaluates a copy of the model, again and again, while the main thread trains."""
+"""A thread evaluates a copy of the model while the main thread trains."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""A thread evaluates with loss modules and hooks of its own on all modules, while the main thread trains and evaluates.
+"""A thread evaluates with global hooks while the main thread trains.
 
 parts: all
 """

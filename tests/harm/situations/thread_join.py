@@ -1,4 +1,4 @@
-"""Waits until no thread but its own is there, and joins all of them, in the middle of training and at its end."""
+"""The script joins all threads that it lists."""
 
 import threading
 import time

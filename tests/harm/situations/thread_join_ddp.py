@@ -1,4 +1,4 @@
-"""Two ranks of a DDP wait until no thread but their own is there, with the group and without it.
+"""Two DDP ranks wait until no other thread is listed.
 
 ranks: 2
 """

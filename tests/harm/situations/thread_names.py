@@ -1,4 +1,4 @@
-"""What the script sees of its threads: only its own are listed as not daemons, and the hooks are its own."""
+"""Threads that the script can list, and its hooks."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""A NaN batch comes while a thread runs a model of its own under hooks of its own and hooks for all modules.
+"""A NaN batch while a thread runs a model under global hooks.
 
 ranks: 2
 """

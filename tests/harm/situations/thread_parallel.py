@@ -1,4 +1,4 @@
-"""Three threads train three models of their own at the same time."""
+"""Three threads train three models at the same time."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""threading.setprofile and settrace of the script: in which threads they are called, with one of its own."""
+"""threading.setprofile and settrace of the script: in which threads they are called."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A thread that trains raises: threading.excepthook of the script sees it, the main thread goes on."""
+"""A training thread raises: threading.excepthook sees it, the main thread goes on."""
 
 import threading
 

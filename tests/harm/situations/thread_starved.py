@@ -1,4 +1,4 @@
-"""Code in C holds the interpreter's lock for seconds, now and then, beside programs that take every core.
+"""C code holds the interpreter's lock for seconds on busy cores.
 
 ranks: 2
 slow: yes

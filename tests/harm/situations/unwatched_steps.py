@@ -1,4 +1,4 @@
-"""Many short steps: evaluations, exceptions, closures, new optimizers, loads and skips between those that are watched.
+"""Evaluations, exceptions, closures, new optimizers, loads and skips between watched steps.
 
 ranks: 2
 """

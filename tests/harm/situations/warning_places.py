@@ -1,4 +1,4 @@
-"""Warnings that torch attributes to the line which called it: the line, and the script's filters by module.
+"""Warnings that torch attributes to its caller: line, and filters by module.
 
 ranks: 1
 """
