@@ -36,8 +36,8 @@ _LISTED_LABELS = ("what", "phase", "kind")
 _FINDINGS_HEAD = """\
 # Findings
 
-Each code with its severity, its title and its impact in one sentence. `ddpdebug explain CODE` prints the whole runbook:
-what was measured, how to look closer, causes (the likeliest first) and remedies. A finding quotes it.
+Each code with its severity, its title and its impact. `ddpdebug explain CODE` prints the whole runbook: what was
+measured, how to look closer, causes (the likeliest first) and remedies.
 
 Severities: `critical` (the run is wrong or dead from this step on), `error` (wrong in part), `warning` (a person should
 look), `info` (worth knowing; never fails a check). Codes marked `preflight` are found by `ddpdebug preflight`, not
@@ -50,7 +50,7 @@ The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md
 [monitoring.md](monitoring.md) has dashboards, alerts and the join of `gpu_uuid` with the GPU's own metrics.
 
 - `rank` is the rank that reports. Facts that all ranks share (findings, incidents, disagreement) are exported by the
-  lowest and the highest rank that take part, and by every rank once the ranks can no longer talk: aggregate them with
+  lowest and the highest rank that take part, and by every rank once the ranks have lost each other: aggregate them with
   `max` without `rank` and `instance`, never with `sum`.
 - With several optimizers, loss, norms, rates and times are those of the optimizer that has stepped most.
 - The number of series does not depend on the model: a rank has at most {SERIES} before anything is found,
@@ -58,7 +58,6 @@ The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md
   names in a run further layers are called `other`.
 - Every series also has `run_id` (six hexadecimal digits, new for each run) and `run` (`--name`, else the script's
   name).
-- `ddpdebug_render_timestamp_seconds` is the age of an answer.
 
 ## The state of a run
 
@@ -73,17 +72,16 @@ The metrics of the Prometheus endpoint (`--metrics`, see [options.md](options.md
   `--on-finding raise`).
 - **5 lost**: it was killed, or left without a report.
 
-A process that has ended is served for some seconds more where `--sd-dir` or `--metrics-port` is given
-([monitoring.md](monitoring.md#runs-that-have-ended)): its state, its outcome (`clean`, `findings`, `failed`,
-`cancelled` or `lost`, with a code, exception or signal as `cause`), its incidents and counters. So ask for what was
-last seen in a range:
+The state, the outcome (`clean`, `findings`, `failed`, `cancelled` or `lost`, with a code, exception or signal as
+`cause`), the incidents and the counters of an ended process are
+[served for a while](monitoring.md#runs-that-have-ended).
+So ask for what was last seen in a range:
 
 - state of each run, ended ones included: `max by (run_id, run) (last_over_time(ddpdebug_run_state[$__range]))`
 - seconds since a run was last seen: `time() - max by (run_id, run) (timestamp(ddpdebug_run_state))`
 - failed or lost in the last quarter of an hour: `max by (run_id, run) (last_over_time(ddpdebug_run_state[15m])) >= 4`
 - ranks that are listed, do not answer, and announced no end, for a quarter of an hour:
-  `(last_over_time(ddpdebug_run_state[15m]) > 0) < 3 and on (job, instance) up == 0`. A target that is no longer listed
-  is no evidence.
+  `(last_over_time(ddpdebug_run_state[15m]) > 0) < 3 and on (job, instance) up == 0`
 - findings of ended runs by severity: `max by (run_id, run, severity)
   (max_over_time(ddpdebug_findings_total[$__range]))`
 
@@ -91,27 +89,25 @@ Targets have the label `sd="file"` or none, never `run_id`.
 
 ## What ranks wait for
 
-`ddpdebug_waiting_seconds` is how long a rank has waited in its current call, from one second on. The verdict is
-`max by (run_id, run) (ddpdebug_hang_state)`; from 3 on it is a hang ([hangs.md](hangs.md)):
+`max by (run_id, run) (ddpdebug_hang_state)` is the verdict about ranks that wait, from 3 on a hang
+([hangs.md](hangs.md)):
 
 - **0 none**, or less than ten seconds
 - **1 at work**: the rank that is waited for is evaluating, saving a checkpoint, loading a slow batch
-- **2 overdue**: the same, for a minute and ten times longer than ever before in this run (HANG501, a warning)
+- **2 overdue**: the same, for five minutes and ten times longer than ever before in this run (HANG501, a warning)
 - **3 stuck**: nothing moves in it (HANG501)
 - **4 silent**: its interpreter gives no sign of life (HANG501)
 - **5 apart**: the ranks wait in different calls, or in a circle (HANG502)
 - **6 left**: it has ended (HANG503)
 
-While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most, with the labels
-`missing`, `phase` and `location`. A silent rank is reported by the others; after a minute its own page, which is served
-beside it, says so too, also with `--metrics rank0` and rank 0 silent.
+While it is not 0, `ddpdebug_missing_rank` has a series for each rank that is waited for, eight at most. A silent rank
+is reported by the others; after a minute also by its own page.
 
 ## Own time, waiting, and what slow ranks cost
 
-Ranks step together, so the length of a step does not show who is slow. Each step is divided into the rank's own time
-(`ddpdebug_own_seconds_total`, by phase: `data`, `forward`, `backward`, `optimizer`, `other`) and waiting or exchange
-(`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has the phases as the script sees them. The first step of each
-optimizer counts in none of them.
+Each step is divided into the rank's [own time](slowness.md) (`ddpdebug_own_seconds_total`, by phase: `data`, `forward`,
+`backward`, `optimizer`, `other`) and waiting or exchange (`ddpdebug_wait_seconds_total`). `ddpdebug_phase_seconds` has
+the phases as the script sees them. The first step of each optimizer counts in none of them.
 
 - own time of a step, by rank: `sum by (run_id, run, rank) (rate(ddpdebug_own_seconds_total[5m])) / max by (run_id, run,
   rank) (rate(ddpdebug_step_seconds_count[5m]))`
@@ -120,7 +116,7 @@ optimizer counts in none of them.
 - share that waits for the loader: `rate(ddpdebug_phase_seconds_sum{{phase="data"}}[5m]) / ignoring (phase)
   rate(ddpdebug_step_seconds_sum[5m])`
 
-The slowest rank of a step costs the difference to the next one. **Somebody is last in every step**, so noise costs
+The slowest rank of a step costs the difference to the next one. **Some rank is last in every step**, so noise costs
 something in a healthy run too: a slow rank is one that costs much more than the others. Two equally slow ranks cost
 next to nothing; their own time is above the median.
 
@@ -140,7 +136,7 @@ world there are at most {SERIES_OF_ALL} series and `ddpdebug_rank_up` of every r
 - **Who holds an extreme**: `{EXTREMES}` has the rank as its value, with `metric`, `of` (the metric's other label) and
   `stat` (min, max): `{EXTREMES}{{metric="mean_own_seconds", stat="max"}}` is the rank that the others wait for.
 - **The series of {SHOWN} ranks and rank 0**: ill ones first, then those that cost most, are slowest, or have the
-  fullest memory. A shown rank stays for ten minutes unless an ill one needs the place.
+  fullest memory.
 
 `/metrics?detail=all` has the series of every rank (`params: {{detail: [all]}}` in a scrape configuration). Gauges of
 ranks whose rows were not chosen ([decision 33](decisions/033-many-ranks.md)) are at most a minute old; their times are
@@ -157,7 +153,7 @@ One set of options, named alike everywhere: `--every-step` on the command line i
 pyproject.toml. The strongest source first: command line or call, environment, pyproject.toml, default. A wrong name or
 value is an error before any training starts. Switches have an opposite: `--no-every-step`.
 
-This page is made from the code by `make docs`. Where no command is named, `run` and `check` have the option."""
+This page is made from the code by `make docs`. `run` and `check` have an option, or the commands in brackets."""
 
 #: The commands of most options, which are not named for each.
 _USUAL = {"run", "check"}
@@ -165,7 +161,7 @@ _USUAL = {"run", "check"}
 _THRESHOLDS_HEAD = """\
 # Thresholds
 
-Every number that rules judge by, windows and warm-ups included. Change one with `--threshold NAME=VALUE`, which may be
+Every number that rules judge by, by the rules that share it. Change one with `--threshold NAME=VALUE`, which may be
 repeated, or in pyproject.toml; an unknown name is an error before training starts:
 
 ```toml
@@ -187,8 +183,8 @@ _PATCHES_HEAD = """\
 # What is patched
 
 While a monitor is open, ddpdebug has looks in the code of these functions, which stay the same objects
-([decision 45](decisions/045-looks-in-the-code.md)). `ddpdebug doctor --verbose` lists what is in place on a machine,
-and what somebody else has wrapped. This page is made by `make docs` from a real attaching."""
+([decision 45](decisions/045-looks-in-the-code.md)). `ddpdebug doctor --verbose` lists what is in place on a machine.
+This page is made by `make docs` from a real attaching."""
 
 _PATCHES_MORE = "Nothing is put on models and on the classes of the script's own."
 
@@ -242,17 +238,21 @@ def options_page() -> str:
     for option in options():
         default = Config.__dataclass_fields__[option.name].default
         shown = "" if default is None else f"`{str(default).lower() if option.switch else default}`"
-        commands = "" if set(option.commands) == _USUAL else ", ".join(option.commands)
-        rows.append((f"`{option.flag}`", option.valid, shown, commands, option.help))
-    return f"{_OPTIONS_HEAD}\n\n{_table(('option', 'values', 'default', 'commands', 'meaning'), rows)}\n"
+        commands = "" if set(option.commands) == _USUAL else f" ({', '.join(option.commands)})"
+        rows.append((f"`{option.flag}`", option.valid, shown, f"{option.help}{commands}"))
+    return f"{_OPTIONS_HEAD}\n\n{_table(('option', 'values', 'default', 'meaning'), rows)}\n"
 
 
 def thresholds_page() -> str:
-    """Return docs/thresholds.md: every threshold with its default and meaning."""
-    rows = [
-        f"- `{t.name}={t.value:g}` ({', '.join(readers(t.name))}): {_cell(t.meaning)}" for t in thresholds().values()
+    """Return docs/thresholds.md: every threshold with its default and meaning, by the rules that read it."""
+    by_rules: dict[tuple[str, ...], list[str]] = {}
+    for t in thresholds().values():
+        by_rules.setdefault(readers(t.name), []).append(f"- `{t.name}={t.value:g}`: {_cell(t.meaning)}")
+    parts = [
+        _THRESHOLDS_HEAD,
+        *(f"## {', '.join(codes)}\n\n" + "\n".join(rows) for codes, rows in sorted(by_rules.items())),
     ]
-    return "\n".join([_THRESHOLDS_HEAD, "", *rows]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def patches_page() -> str:
@@ -293,7 +293,11 @@ def _section(page: Page) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", _line(text), maxsplit=1)[0].rstrip(".:")
+    """Return the first statement that has a few words."""
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", _line(text), maxsplit=1)[0]
+    if start := re.match(r"(?:[^ ]+ ){5,}?[^ ]+[:;](?= )", sentence):
+        sentence = start[0]
+    sentence = sentence.rstrip(".:;")
     return f"{sentence[:1].upper()}{sentence[1:]}."
 
 

@@ -69,13 +69,13 @@ class Config:
     out: Path | None = _option(
         None,
         kinds.DIRECTORY,
-        "Run directory; the default is ddpdebug-runs/<UTC time>-<run id>. The preflight writes only where it is given.",
+        "Run directory, by default ddpdebug-runs/<UTC time>-<run id>; the preflight writes only where it is given.",
         commands=("run", "check", "preflight"),
     )
     file_mode: str = _option(
         "private",
         kinds.PERMISSIONS,
-        "Who may read the files of the run directory: only their owner, whom the umask lets, or whom the mode names.",
+        "Who may read the files of the run directory: their owner, whom the umask lets, or whom the mode names.",
     )
     name: str | None = _option(
         None,
@@ -101,8 +101,7 @@ class Config:
     metrics_port: int = _option(
         0,
         kinds.integer(0, 65535, valid="a port from 0 to 65535"),
-        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes a free one, so that no port "
-        "that the job wants itself is taken.",
+        "Port of the metrics endpoint of local rank 0, the next ranks count up; 0 takes a free one.",
     )
     metrics_tls_cert: Path | None = _option(
         None, kinds.PEM_FILE, "Serve the metrics over TLS with this certificate chain."
@@ -122,8 +121,8 @@ class Config:
     linger: float = _option(
         60.0,
         kinds.number(0, 600),
-        "With --sd-dir or a --metrics-port, a small process serves a rank's final metrics after the rank has ended, "
-        "until they were scraped twice or for so many seconds; 0 is not at all.",
+        "With --sd-dir or a --metrics-port, a rank's final metrics are served after its end until they were scraped "
+        "twice, or for so many seconds; 0 is not at all.",
     )
     push_outcome: str | None = _option(
         None,
@@ -141,13 +140,13 @@ class Config:
     on_finding: str = _option(
         "report",
         kinds.one_of("report", "raise"),
-        "What a finding at error or above does: only report, or end the run on all ranks at the same step.",
+        "What a finding at error or above does: report, or end the run on all ranks at the same step.",
     )
     on_hang: str = _option(
         "report",
         kinds.one_of("report", "stop"),
         "What a hang does, critical and not over after some seconds: only report, or end the run. Then each rank "
-        "leaves with exit status 4, without its exit handlers, once what it knows is written down.",
+        "leaves with exit status 4, without its exit handlers.",
     )
     tolerance: float | None = _option(
         None, kinds.number(0), "Relative difference between ranks that is no finding; the default compares bit by bit."
@@ -155,7 +154,7 @@ class Config:
     threshold: Mapping[str, float] | None = _option(
         None,
         _THRESHOLD,
-        "Adjust a threshold of the rules about training and its data (docs/thresholds.md); may be repeated.",
+        "Adjust a threshold of the rules (docs/thresholds.md); may be repeated.",
     )
     ignore: tuple[str, ...] | None = _option(
         None,
@@ -167,8 +166,7 @@ class Config:
         "modules",
         kinds.one_of("told", "modules", "functions"),
         "Where validation losses are read from: only observe(val_loss=...); also the return values of torch.nn loss "
-        "modules and of the model in evaluation; or also those of the loss functions of torch.nn.functional, which "
-        "exchanges the code of these functions in the whole process.",
+        "modules and of the model in evaluation; or also those of torch.nn.functional, whose code is exchanged.",
     )
     guard: str = _option(
         "observe",
@@ -190,22 +188,22 @@ class Config:
     replay: str = _option(
         "child",
         kinds.one_of("child", "off"),
-        "Where a forward runs once more that has made a NaN or Inf: in a copy of the process, which can change nothing "
-        "and is thrown away, or nowhere. It names the operation and its line.",
+        "Where a forward that has made a NaN or Inf runs once more, to name the operation and its line: in a copy of "
+        "the process, or nowhere.",
     )
     bundle_limit: int = _option(
-        2048, kinds.integer(0), "Largest replay bundle in MiB; what does not fit is left out of it, and 0 writes none."
+        2048, kinds.integer(0), "Largest replay bundle in MiB; what does not fit is left out, and 0 writes none."
     )
     keep_inputs: int = _option(
         8,
         kinds.integer(0),
-        "MiB of inputs and output gradients that are held for a replay. Above it a batch is there for as long as the "
+        "MiB of inputs and output gradients that are held for a replay; beyond it a batch is there as long as the "
         "script has it.",
     )
     memory_history: str = _option(
         "off",
         kinds.one_of("off", "light", "full"),
-        "Record CUDA's allocations for the snapshot at an out-of-memory error: what is allocated, or every event.",
+        "Record CUDA's allocations for the snapshot at an out-of-memory error: living ones, or every event.",
     )
     memory_limit: int = _option(
         0,

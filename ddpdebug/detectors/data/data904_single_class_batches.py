@@ -47,11 +47,11 @@ class SingleClassBatches(Detector):
     wants = ("recipe",)
     single_class_border = Threshold(
         3,
-        "batches of one class that make up for each batch with two: where one class ends and the next begins",
+        "batches of one class for each batch with two, where classes follow one another",
         source="classes of three batches and more; shuffled batches of several samples have no such runs",
     )
     single_class_labels = Threshold(
-        4, "labels of a batch that say something about its classes", source="chosen: fewer are alike too often"
+        4, "labels that say something about a batch's classes", source="chosen: fewer are alike too often"
     )
     single_class_steps = Threshold(
         16, "steps in a row of one class each", source="two balanced classes in batches of four do so once in 1e14"

@@ -61,12 +61,12 @@ class InputScale(Detector):
     topics = ("inputs", "evaluated")
     input_mean_apart = Threshold(
         5,
-        "difference of the ranks' input means, or of those in training and evaluation, in standard deviations",
+        "difference of input means, in standard deviations, between ranks or with evaluation",
         source="means of the same data over four forwards differ by less than one",
     )
     input_scale_apart = Threshold(
         8,
-        "largest standard deviation of a rank's, or an evaluation's, inputs as a multiple of the smallest one",
+        "largest standard deviation of inputs over the smallest, between ranks or with evaluation",
         source="shards of one data set differ by far less than a forgotten division by 255",
     )
     input_std = Threshold(
@@ -81,7 +81,7 @@ class InputScale(Detector):
     )
     input_bytes_rest = Threshold(
         0.02,
-        "distance of the inputs, times 255 and 255 again, from whole numbers, from which on they were no bytes",
+        "distance from whole numbers of inputs times 255 twice, above which they were no bytes",
         source="rounding in 32 bits leaves less than 1e-4; of other numbers some are 0.5 away",
     )
     fires_on = Examples(

@@ -242,17 +242,17 @@ class DataSetsDiffer(Detector):
     topics = ("loader", "items")
     overlap_items = Threshold(
         3,
-        "of the followed samples, how many more than one rank is given in each epoch, each rank always the same ones",
+        "followed samples beyond a rank's share that it is given in each epoch",
         source="chosen: shards that were dealt out share none, but for what a sampler pads with",
     )
     overlap_batches = Threshold(
         3,
-        "batches of one rank that turn up on another one in the same pass over the data",
+        "batches of one rank that come on another one in the same epoch",
         source="DistributedSampler's padding repeats single samples, no batches",
     )
     split_overlap = Threshold(
         0.5,
-        "indices in both of two ranks' splits as a share of those in either, above which they are no shards",
+        "indices in both splits as a share of those in either, above which they are no shards",
         source="calculated: two independent splits of 67 % or more share that; shards of a data set share none",
     )
     split_overlap_drawn = Threshold(
@@ -262,12 +262,12 @@ class DataSetsDiffer(Detector):
     )
     same_item_repeats = Threshold(
         4,
-        "deliveries of an index that a rank has had before, all equal, from which on its items are fixed",
+        "equal repeated deliveries of an index after which a rank's items are fixed",
         source="chosen: what is augmented or drawn differs each time",
     )
     same_item_repeats_collated = Threshold(
         16,
-        "the same where a collate function of the script may have put the items of a batch in another order",
+        "the same where a collate function of the script may have reordered the items",
         source="calculated: labels of two classes agree 16 times by chance once in 65,536",
     )
     other_items = Threshold(2, "indices under which ranks have other items", source="chosen: one may be a defect")

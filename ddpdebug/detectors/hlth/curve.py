@@ -118,12 +118,12 @@ class CurveRule(Detector):
 
     level_steps = Threshold(
         4,
-        "losses whose median is a level: the first one, and the best one so far",
+        "losses whose median is a level, the first or the best one",
         source="the median of four forgets one outlier",
     )
     rate_restart = Threshold(
         1.5,
-        "rise of the learning rate over its lowest value that begins something new (warm-up, cycle, warm restart)",
+        "rise of the learning rate over its lowest value that begins a warm-up, cycle or restart",
         source="cycles rise by a factor of 3 and more (Smith 2017), warm restarts by more (Loshchilov, Hutter 2017)",
     )
 

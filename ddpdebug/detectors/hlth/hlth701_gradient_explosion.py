@@ -60,7 +60,7 @@ class GradientExplosion(Detector):
     )
     gradient_newest = Threshold(
         5,
-        "newest steps, of which `gradient_steps` must be high; they do not count for the median",
+        "newest steps, of which `gradient_steps` must be high; not part of the median",
         source="a jump must not become its own history",
     )
     gradient_rises = Threshold(

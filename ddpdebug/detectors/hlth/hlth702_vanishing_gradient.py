@@ -39,7 +39,7 @@ class VanishingGradient(LayerRule):
     title = "gradients vanish with depth"
     vanishing = Threshold(
         0.0001,
-        "largest gradient norm / weight norm of the first layers' weights, as a multiple of the last ones' median",
+        "largest gradient norm / weight norm of the first layers over the last layers' median",
         source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 2.4e-3 (a recurrent network)",
     )
     vanishing_weights = Threshold(

@@ -46,7 +46,7 @@ class DeadUnits(LayerRule):
     )
     dead_narrow = Threshold(
         0.5,
-        "over the root of the number of units: what is added to `dead_share` where it was so from the beginning",
+        "added to `dead_share`, over the root of the number of units, where units were dead from the beginning",
         source="the standard error of a half: inputs with a mean make a unit positive or negative for all of them by "
         "the sign of its weights, and of a narrow layer most are dead by chance",
     )

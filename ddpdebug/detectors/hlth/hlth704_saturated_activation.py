@@ -42,20 +42,18 @@ class SaturatedActivation(LayerRule):
     title = "activations are saturated"
     saturated_share = Threshold(
         0.8,
-        "share of a hidden layer's outputs at the ends of their range: sigmoid and tanh within 0.01 of a limit, "
-        "softmax rows with an entry above 0.99",
+        "share of outputs at the ends of their range: within 0.01 of sigmoid's and tanh's limits, softmax above 0.99",
         source="Amazon SageMaker Debugger's built-in rule SaturatedActivation: 50 %; largest seen in healthy "
         "scripts of the corpus: 0.20",
     )
     saturated_first = Threshold(
         0.6,
-        "share of the rows of a softmax in a module's own code with an entry above 0.99, as training begins",
+        "share of its rows with an entry above 0.99 as training begins",
         source="a half is what a causal mask over two positions gives",
     )
     saturated_begin = Threshold(
         3,
-        "newest step whose sample counts as the first one of a softmax in a module's own code, which must be saturated "
-        "there already",
+        "newest step whose sample counts as the first of a module's own softmax",
         source="attention that looks at one position is what some heads have learned, and none begins with",
     )
     fires_on = Examples(

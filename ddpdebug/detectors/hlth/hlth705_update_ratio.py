@@ -19,7 +19,7 @@ _USUAL = {f"h{k}": weight() for k in range(16)}
 class UpdateRatio(SampledRule, CurveRule):
     """The ratio of the weights' update to their norm stays outside its usual band; a rule of thumb is 1e-3.
 
-    Impact: far above, the layer forgets and the run becomes unstable; far below, it hardly trains.
+    Impact: the layer forgets and the run becomes unstable (far above), or the layer hardly trains (far below).
 
     Diagnosis: see whether all parameters are off (learning rate) or single ones (their gradient, group or scale).
     Small by design are layers with a reduced rate; large by design are parameters near 0, such as biases and gates
@@ -46,36 +46,34 @@ class UpdateRatio(SampledRule, CurveRule):
     reads = None  # the learning rates of the steps between count
     update_first = Threshold(
         1,
-        "median ratio of update to weight that is too large in the first steps already",
+        "median ratio of update to weight that is too large in the first steps",
         source="a weight that begins near 0 may move by more than its size, most weights do not",
     )
     update_gap = Threshold(
         1000,
-        "rate of a group over the next smaller rate, from which on the parameters with the smaller ones are judged by "
-        "themselves",
+        "rate of a group over the next smaller one, from which on smaller groups are judged separately",
         source="rates that fall by layer lie less than 2 apart (ELECTRA takes 0.8); a fine-tuned body has a tenth to a "
         "hundredth of its head's",
     )
     update_large = Threshold(
         0.3,
-        "median over the weights of update norm / weight norm, from which on updates are too large",
+        "median of update norm / weight norm over the weights that is too large",
         source="300 times the 1e-3 of Karpathy's CS231n notes; largest seen in healthy scripts of the corpus, after "
         "the first steps: 0.12",
     )
     update_samples = Threshold(
         4,
-        "samples that are looked at together, of which all but one must be too large",
+        "samples that are judged together, all but one too large",
         source="one large update alone is a batch",
     )
     update_group = Threshold(
         1e-05,
-        "ratio of update to weight of such a parameter, below which it hardly moves; it must be `update_gap` times "
-        "below the median of the others as well",
+        "ratio of update to weight of such a parameter that hardly moves; also `update_gap` below the others' median",
         source="a hundredth of the 1e-3 of Karpathy's CS231n notes; AdamW moves a body fine-tuned at 1e-6 by 5e-5",
     )
     update_small = Threshold(
         1e-06,
-        "the same, below which the weights hardly move",
+        "median of update norm / weight norm over the weights, below which weights hardly move",
         source="a thousandth of the 1e-3 of Karpathy's CS231n notes; SageMaker's WeightUpdateRatio takes 1e-8",
     )
     update_small_samples = Threshold(5, "samples, none of which moves the weights", source="as `update_small_steps`")

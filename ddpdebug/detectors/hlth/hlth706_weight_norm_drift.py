@@ -54,7 +54,7 @@ class WeightNormDrift(LayerRule):
     titles: ClassVar[Mapping[str, str]] = {_VARIANCE: "the variance of a layer's output explodes or dies"}
     variance_collapse = Threshold(
         0.01,
-        "standard deviation of a hidden layer's output as a multiple of what it was in its first samples",
+        "standard deviation of a hidden layer's output over its first samples",
         source="smallest seen in healthy scripts of the corpus: 0.65",
     )
     variance_explosion = Threshold(
@@ -70,7 +70,7 @@ class WeightNormDrift(LayerRule):
     update_large = UpdateRatio.update_large
     weight_began = Threshold(
         3,
-        "newest step whose update tells of a weight that it began near 0, where it is `update_large` of its norm",
+        "newest step whose update, `update_large` of its norm, shows that a weight began near 0",
         source="in one process the first sample is that of the second step, when zeros have been moved already",
     )
     weight_collapse = Threshold(
@@ -90,7 +90,7 @@ class WeightNormDrift(LayerRule):
     )
     weight_tiny = Threshold(
         0.001,
-        "root mean square of a weight's elements at first, below which it was made to grow",
+        "root mean square of a first weight that was meant to grow",
         source="zeros, LoRA, gates; an initialisation of 1/sqrt(inputs) is above 1e-3 up to a million inputs",
     )
     fires_on = Examples(

@@ -39,7 +39,7 @@ class ClippingAlways(Detector):
     reads = ("clip_norm",)
     clip_ratio = Threshold(
         10,
-        "the median norm of the window, as a multiple of the clipping threshold",
+        "median norm of the window as a multiple of the clipping threshold",
         source="largest seen in healthy scripts of the corpus: 7.6 (an actor-critic)",
     )
     clip_share = Threshold(
@@ -49,7 +49,7 @@ class ClippingAlways(Detector):
     )
     clip_window = Threshold(
         32,
-        "steps with clipping that are looked at together, after a warm-up of as many halves",
+        "steps with clipping that are judged together, after a warm-up of half as many",
         source="constant clipping is common in the first steps",
     )
     fires_on = Examples(

@@ -40,18 +40,18 @@ class LossSpike(LossRule):
     )
     spike_height = Threshold(
         3,
-        "height of a spike over the median, as a multiple of the range of the 64 steps before",
+        "height of a spike over the median, as a multiple of the range before",
         source="largest seen in healthy scripts of the corpus: 1.2; wider than 3.5 deviations (Iglewicz, Hoaglin "
         "1993): heavy tails",
     )
     spike_level = Threshold(
         0.5,
-        "height of a spike as a share of the median, at least",
+        "least height of a spike as a share of the median",
         source="chosen: a loss that rises by less has not jumped",
     )
     spike_progress = Threshold(
         0.2,
-        "height of a spike as a share of what the loss has fallen since the start, at least",
+        "least height of a spike as a share of the loss's fall",
         source="the noise of a converged loss is small and its spikes harmless",
     )
     spike_spread = Threshold(

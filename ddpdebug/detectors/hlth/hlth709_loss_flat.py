@@ -75,27 +75,27 @@ class LossFlat(LossRule):
     update_small = UpdateRatio.update_small
     chance_above = Threshold(
         0.15,
-        "distance above chance as a share of it, up to which a loss is at chance",
+        "distance above chance, as a share of it, that is still chance",
         source="chosen: a rate on the high side costs as much; above it something else is wrong",
     )
     chance_below = Threshold(
         0.005,
-        "distance below chance as a share of it, from which on a loss is not at chance",
+        "distance below chance, as a share of it, that is not at chance",
         source="chosen: at log 10 it is 0.012, a fiftieth of what easy tasks have learned by then",
     )
     chance_moved = Threshold(
         0.1,
-        "sum of the updates as a share of the weights, from which on a model has moved",
+        "sum of the updates as a share of the weights of a model that has moved",
         source="chosen: a hundred updates of a thousandth each, the usual size of one",
     )
     chance_steps = Threshold(
         96,
-        "steps at chance, since the learning rate has risen, that are told",
+        "steps at chance, since the learning rate has risen, until a report",
         source="chosen: healthy classifiers of the corpus have left it after 30",
     )
     flat_certain = Threshold(
         0.005,
-        "change as a share of the level, below which a trend is none however certain it is",
+        "change as a share of the level, below which there is never a trend",
         source="a quarter of `flat_change`",
     )
     flat_change = Threshold(
@@ -105,7 +105,7 @@ class LossFlat(LossRule):
     )
     flat_constant = Threshold(
         1e-05,
-        "relative spread of a loss that does not move although the batches change",
+        "relative spread of a loss that stays although the batches change",
         source="Amazon SageMaker Debugger's built-in rule UnchangedTensor: rtol 1e-5",
     )
     flat_errors = Threshold(
@@ -113,12 +113,12 @@ class LossFlat(LossRule):
     )
     flat_noise = Threshold(
         0.25,
-        "noise from step to step as a share of the level, above which the level says nothing",
+        "noise from step to step, above which the level means nothing",
         source="policy gradients: their loss is no measure of progress",
     )
     flat_steps = Threshold(
         200,
-        "steps without a trend after which a loss is flat from the start, whatever else is known",
+        "steps without a trend after which a loss is flat from the start",
         source="in so many steps a fall of 3 % stands out of noise of 5 % by 2.7 standard errors",
     )
     flat_steps_still = Threshold(
@@ -128,12 +128,12 @@ class LossFlat(LossRule):
     )
     plateau_done = Threshold(
         0.05,
-        "level as a share of the first one, below which the loss has learned what there was and no plateau is told",
+        "level as a share of the first one, below which nothing is left to learn",
         source="chosen: 95 % of the way; no figure to cite",
     )
     plateau_fallen = Threshold(
         0.95,
-        "level as a share of the first one, below which a loss has fallen at all, be it in the first steps",
+        "level as a share of the first one of a loss that has fallen",
         source="a fall of less than 5 % is still flat from the start",
     )
     plateau_steps = Threshold(
@@ -143,8 +143,7 @@ class LossFlat(LossRule):
     )
     shape_errors = Threshold(
         3,
-        "standard errors, below which a change of the whole curve is no trend (`report`), and a fall since the "
-        "first steps none",
+        "standard errors below which the whole curve has no trend (`report`)",
         source="99.7 % of a normal distribution lie within 3",
     )
     shape_steps = Threshold(
@@ -157,13 +156,12 @@ class LossFlat(LossRule):
     )
     underfit_gap = Threshold(
         0.1,
-        "difference of validation and training loss as a share of the training loss, below which they are close "
-        "together",
+        "difference of validation and training loss, relative, below which they are close",
         source="chosen: twice the generalisation loss of 5 % of Prechelt 1998",
     )
     underfit_level = Threshold(
         0.5,
-        "level of the plateau as a share of the first one, from which on it is high",
+        "level of the plateau as a share of the first one that is high",
         source="chosen: half of the first loss is still there; no figure to cite, and the noise of the labels may "
         "be as large",
     )

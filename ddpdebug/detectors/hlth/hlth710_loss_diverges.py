@@ -39,22 +39,22 @@ class LossDiverges(LossRule):
     title = "the loss diverges"
     diverged_doubling = Threshold(
         2,
-        "growth of the loss from one stretch of `diverged_steps` to the next that is an explosion, as a multiple",
+        "growth of the loss between stretches of `diverged_steps` that is an explosion",
         source="gradient descent beyond its stable rate grows geometrically",
     )
     diverged_explosion = Threshold(
         100,
-        "from this multiple of the first level on a divergence is certain (`error`), below it is a `warning`",
+        "multiple of the first level that makes a divergence an `error`",
         source="gradient descent beyond its stable rate grows geometrically; a moving target does not",
     )
     diverged_factor = Threshold(
         3,
-        "rise of the loss over its best level, as a multiple of all the progress before and of the best level's noise",
+        "rise of the loss over its best level, as a multiple of all progress and of that level's noise",
         source="1 is a loss that is back where it began, as after a warm restart",
     )
     diverged_falling = Threshold(
         0.9,
-        "second half of the newest losses as a multiple of the first half, below which they are on their way back",
+        "second half of the newest losses over the first, below which they recover",
         source="a spike that recovers is HLTH708",
     )
     diverged_first = Threshold(
@@ -64,7 +64,7 @@ class LossDiverges(LossRule):
     )
     diverged_floor = Threshold(
         0.1,
-        "least progress that a rise is measured with, as a share of the best level",
+        "least progress for a rise, as a share of the best level",
         source="chosen: a loss that has hardly fallen would make every rise a multiple of it",
     )
     diverged_recent = Threshold(
@@ -77,17 +77,17 @@ class LossDiverges(LossRule):
     )
     diverged_update = Threshold(
         0.05,
-        "update norm / weight norm from which on a divergence that is not certain is told",
+        "update norm / weight norm from which on an uncertain divergence is reported",
         source="50 times the 1e-3 of Karpathy's CS231n notes; a loss that follows a moving target rises at any rate",
     )
     lost_progress = Threshold(
         0.5,
-        "share of the first level that the loss must have gained, and of that gain that must be gone as the rate rises",
+        "share of the first level that the loss must have gained, and of that gain that must be lost",
         source="chosen: at the height of a healthy warm-up the loss falls more slowly, or rises by a little",
     )
     lost_warm_up = Threshold(
         3,
-        "lengths of the warm-up, within which a loss that loses what it had gained is blamed on it",
+        "lengths of the warm-up within which it is blamed for a lost gain",
         source="chosen: the rate is highest at the end of a warm-up, and instability takes some steps to grow",
     )
     fires_on = Examples(

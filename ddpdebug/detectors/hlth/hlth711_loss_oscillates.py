@@ -63,7 +63,7 @@ class LossOscillates(LossRule):
     title = "the loss oscillates"
     oscillation = Threshold(
         0.6,
-        "autocorrelation of the detrended loss at its period (at a period of two: its negative at one step)",
+        "autocorrelation of the detrended loss at its period (of two: its negative at one step)",
         source="white noise of 32 steps exceeds 0.6 by chance in less than one of 1,000 windows (standard error "
         "1/sqrt(n))",
     )
@@ -77,7 +77,7 @@ class LossOscillates(LossRule):
     )
     oscillation_longer = Threshold(
         0.1,
-        "how much better the loss must correlate with itself at a longer period, for that one to be named",
+        "better correlation that a longer period needs to be named",
         source="twice the period of a swing fits as well, but for noise",
     )
     oscillation_opposite = Threshold(
@@ -86,17 +86,16 @@ class LossOscillates(LossRule):
         source="half a period later a swing has the other sign; a trend that is left has not",
     )
     oscillation_resized = Threshold(
-        0.33, "share of the steps whose batch has another size, for sizes to explain a swing", source="chosen"
+        0.33, "share of steps with another batch size, for sizes to explain a swing", source="chosen"
     )
     oscillation_sizes = Threshold(
         0.7,
-        "mean of the signs of the loss's changes, each times the sign of the size's change, from which on sizes "
-        "explain the swing",
+        "mean sign of the loss's change times the sign of the size's, from which on sizes explain the swing",
         source="21 changes that have nothing to do with it give 0.7 once in 1,000 times",
     )
     oscillation_update = Threshold(
         0.01,
-        "update norm / weight norm from which on a loss that swings from step to step swings because of the updates",
+        "update norm / weight norm that causes a swing from step to step",
         source="ten times the 1e-3 of Karpathy's CS231n notes; two tasks in turn swing as well, at any rate",
     )
     oscillation_window = Threshold(

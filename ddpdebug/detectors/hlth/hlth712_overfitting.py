@@ -43,7 +43,7 @@ class Overfitting(ValidationRule):
     title = "validation loss rises while training loss falls"
     overfit_certain = Threshold(
         4,
-        "rise of the validation loss over its values around the best one, in standard deviations of an evaluation",
+        "rise of the validation loss over its best, in standard deviations",
         source="the best of many is low by chance: without it every simulated flat and noisy validation was found, "
         "with it 3 to 4 %",
     )

@@ -42,7 +42,7 @@ class FrozenWithGradient(SampledRule):
     title = "a parameter has gradients but never changes"
     never_changed_rounding = Threshold(
         1e-06,
-        "gradient per element as a share of the largest of the model, below which it is what rounding leaves of a zero",
+        "gradient per element as a share of the model's largest that is rounding",
         source="ten times the epsilon of float32; a gradient that cancels in the loss measured 6e-9",
     )
     never_changed_samples = Threshold(

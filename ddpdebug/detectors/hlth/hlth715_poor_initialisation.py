@@ -53,19 +53,18 @@ class PoorInitialisation(SampledRule):
     title = "initialisation lets the activations explode or die with depth, or is symmetric"
     init_explode = Threshold(
         100,
-        "growth of the activations' standard deviation from the first to the last hidden layer on the first batch",
+        "growth of the activations' standard deviation from first to last hidden layer on the first batch",
         source="Glorot, Bengio 2010 and He et al. 2015 ask for a factor near 1; largest seen in healthy scripts of "
         "the corpus: 0.4",
     )
     init_fades = Threshold(
         0.0001,
-        "deviation between inputs of the last hidden layer's units, as a multiple of the first layer's: what a bias "
-        "adds is the same for all inputs",
+        "deviation between inputs of the last hidden layer's units over the first layer's",
         source="calculated: the default of `nn.Linear` leaves 0.41 of it in each ReLU layer, 3e-4 after nine",
     )
     init_large = Threshold(
         10,
-        "standard deviation of a hidden layer, from which on a growth (with depth, or during training) is an explosion",
+        "standard deviation of a hidden layer that is an explosion",
         source="unit variance is what Glorot, Bengio 2010 and He et al. 2015 aim at",
     )
     init_layers = Threshold(
@@ -77,7 +76,9 @@ class PoorInitialisation(SampledRule):
         source="in one process a model is known from the first step on, and its forwards from the second",
     )
     init_vanish = Threshold(
-        0.001, "the same, shrinking", source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17"
+        0.001,
+        "shrinking of the activations' standard deviation, as `init_explode`",
+        source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17",
     )
     fires_on = Examples(
         lambda: sampled(3, modules=lambda i: _deep(6.0)),

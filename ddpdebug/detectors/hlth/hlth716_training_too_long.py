@@ -49,14 +49,13 @@ class TrainingTooLong(ValidationRule):
     title = "training continues long after validation stopped improving"
     delayed_evaluations = Threshold(
         5,
-        "evaluations without a better validation loss, the training loss small in all of them, before a fall that "
-        "counts as late",
+        "evaluations without a better validation loss, at a small training loss, before a late fall",
         source="chosen: early stopping with a patience of 3 to 5 evaluations would have ended the run; grokking "
         "takes far longer (Power et al. 2022)",
     )
     delayed_fall = Threshold(
         0.2,
-        "fall of the validation loss below its best value before, relative, in `delayed_steady` evaluations in a row",
+        "relative fall of the validation loss below its best value before",
         source="chosen: four times the generalisation loss of 5 % of Prechelt 1998, more than the noise of an "
         "evaluation",
     )
@@ -69,7 +68,7 @@ class TrainingTooLong(ValidationRule):
     )
     improvement = Threshold(
         0.005,
-        "share by which a validation loss must be lower than the best one before to be better",
+        "share by which a validation loss must be lower to be better",
         source="the best of many values falls by chance",
     )
     too_long_evaluations = Threshold(

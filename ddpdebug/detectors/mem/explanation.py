@@ -18,17 +18,17 @@ class ExplainingRule(Detector):
 
     oom_batch_larger = Threshold(
         1.15,
-        "size of a batch, as a multiple of the largest before, from which it explains a failed allocation",
+        "batch size, as a multiple of the largest before, that explains a failed allocation",
         source="chosen: activations grow with the batch, and a job that runs has some room",
     )
     oom_free = Threshold(
         1.0,
-        "bytes free inside the allocator, as a multiple of what was asked for, from which it was fragmented",
+        "bytes free inside the allocator over those asked for that mean fragmentation",
         source="an argument: in one piece they would have been enough",
     )
     oom_grown = Threshold(
         0.25,
-        "growth of the memory, as a share of the limit, from which a leak explains a failed allocation",
+        "growth of the memory, as a share of the limit, that a leak needs",
         source="chosen: less does not fill a device that a job was made for",
     )
     oom_grown_half = Threshold(
@@ -38,7 +38,7 @@ class ExplainingRule(Detector):
     )
     oom_one_line = Threshold(
         0.5,
-        "share of what is allocated that one line has allocated, from which that line explains a failed allocation",
+        "share of the allocated memory from one line that explains a failed allocation",
         source="an argument: it then has more than all the rest together, the model included",
     )
     oom_steps = Threshold(

@@ -167,7 +167,7 @@ class TrendRule(Detector):
     memory_block_medium = Threshold(64, "steps of a medium block", source="eight short ones")
     memory_block_short = Threshold(
         8,
-        "steps of a short block, for what fills the memory within minutes",
+        "steps of a short block, for memory that fills within minutes",
         source="the minimum of eight steps knows nothing of a single long batch",
     )
     memory_blocks = Threshold(
@@ -177,12 +177,12 @@ class TrendRule(Detector):
     )
     memory_growth_share = Threshold(
         0.005,
-        "growth over the blocks as a share of what is used, at least",
+        "least growth over the blocks as a share of what is used",
         source="chosen: less does no harm within a day",
     )
     memory_patience = Threshold(
         24,
-        "steps that a rule waits for the holder's name before it speaks without",
+        "steps that a rule waits for the holder's name",
         source="chosen: the search runs beside training and may take longer than a step",
     )
     memory_steady = Threshold(
@@ -212,7 +212,7 @@ class GrowthRule(TrendRule):
     )
     memory_threat = Threshold(
         20,
-        "times as long as growth has lasted, within which it would reach the limit, or it is told when the run ends",
+        "times as long as growth has lasted, within which the limit would be reached; else the run's end reports it",
         source="chosen: what has grown for one step in twenty of the way; a cache that fills stops long before",
     )
 

@@ -51,7 +51,7 @@ class GraphKeptAlive(TrendRule):
     wants = ("holders",)
     graphs_held = Threshold(
         6,
-        "graphs that a holder keeps, below which it is the step's own `loss` or `output` and explains no growth",
+        "graphs of a holder, below which it is the step's own `loss` or `output`",
         source="half of `graphs_kept`",
     )
     graphs_kept = Threshold(

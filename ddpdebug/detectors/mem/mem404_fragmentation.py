@@ -39,12 +39,12 @@ class Fragmentation(StreakRule):
     reads = ("device_reserved_bytes",)
     fragmentation_inactive = Threshold(
         0.1,
-        "free pieces of segments in use, as a share of what is reserved: these cannot be given back",
+        "free pieces of segments in use, as a share of reserved memory",
         source="chosen; cached segments that are wholly free are no fragmentation",
     )
     fragmentation_share = Threshold(
         0.2,
-        "what is reserved beyond the largest amount ever allocated, as a share of what is reserved",
+        "memory reserved beyond the largest amount ever allocated, as a share of reserved memory",
         source="chosen: rounding and cached segments stay below",
     )
     fragmentation_steps = enough = Threshold(

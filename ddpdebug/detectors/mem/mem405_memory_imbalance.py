@@ -46,7 +46,7 @@ class MemoryImbalance(StreakRule):
     )
     memory_imbalance_host = Threshold(
         80,
-        "the same, on hosts",
+        "MiB that a rank's peak lies above the median of the others', on hosts",
         source="a process that has loaded torch has some 300 MiB; rank 0 has the store, the sinks and often an "
         "evaluation besides",
     )

@@ -66,12 +66,12 @@ class LossScaleCollapse(Detector):
     )
     scale_skipped = Threshold(
         0.3,
-        "share of the window's attempts that were skipped, above which it is too many",
+        "share of skipped attempts in the window, above which it is too many",
         source="a scaler that only probes upwards skips one step in thousands, with a growth interval of a few "
         "steps up to every fifth",
     )
     scale_window = Threshold(
-        50, "attempts that are looked at together, after the first step that was taken", source="chosen: 15 skips of 50"
+        50, "attempts that are judged together, after the first step that was taken", source="chosen: 15 skips of 50"
     )
     fires_on = Examples(
         lambda: tuple(step_at(n, flags=Flag.SKIPPED, loss_scale=65536.0 / 2**n) for n in range(18)),

@@ -89,12 +89,12 @@ class OutputsDisagree(Detector):
     topics = ("agreement", "precision", "constants", "numbers")
     number_changes = Threshold(
         2,
-        "changes of a plain number between two looks, above which it is taken for a quantity of each rank's own",
+        "changes of a plain number between two looks that make it each rank's own",
         source="chosen: a setting is set once; what follows a rank's own batch changes in every step",
     )
     same_loss = Threshold(
         1e-5,
-        "relative distance of losses of one batch and equal weights that counts as none (or `--tolerance`)",
+        "relative distance of losses of one batch and equal weights that is none (or `--tolerance`)",
         source="calculated: another kernel rounds another way",
     )
     fires_on = Examples(

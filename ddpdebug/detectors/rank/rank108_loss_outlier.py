@@ -88,29 +88,29 @@ class LossOutlier(StreakRule):
     topics = ("targets", "loader")
     contrary_alone = Threshold(
         1.5,
-        "norm of one rank's own gradient over the next largest, from which on it is the odd one of three and more",
+        "norm of one rank's own gradient over the next largest, to be the odd one of three and more",
         source="calculated: where n - 1 ranks pull against one, its gradient is n - 1 times as large as theirs",
     )
     contrary_first = Threshold(4, "steps whose gradients are the first ones", source="as `level_steps`")
     contrary_least = Threshold(
         0.25,
-        "median norm of the ranks' own gradients as a share of the first ones, below which they may contradict",
+        "median norm of own gradients as a share of the first ones, below which they may contradict",
         source="chosen: at the optimum of all, the gradients of parts of one data set cancel, and are small",
     )
     contrary_labels = Threshold(
         3,
-        "standard deviations of chi-square, up to which two ranks have labels of one distribution",
+        "standard deviations of chi-square up to which two ranks' labels have one distribution",
         source="three standard deviations of a normal distribution are passed once in 700",
     )
     contrary_share = Threshold(
         0.6,
-        "squared norm of the mean gradient times the number of ranks, over the mean of the ranks' squared norms",
+        "squared norm of the mean gradient times the ranks, over the mean squared norm",
         source="1 for gradients that have nothing in common, more for those that agree; of two ranks 0.6 is a cosine "
         "of -0.4",
     )
     contrary_data = Threshold(
         0.25,
-        "share of the data set that all ranks train on in one step, above which their gradients are not compared",
+        "share of the data set in one step, above which gradients are not compared",
         source="calculated: what is not on one rank is then on the other, so near the optimum the gradients of two "
         "ranks have a cosine of -s / (2 - s): -0.14 for a quarter, -1 for the whole",
     )
@@ -125,12 +125,12 @@ class LossOutlier(StreakRule):
     )
     labels_far = Threshold(
         6,
-        "standard deviations of chi-square, from which on the labels of two ranks are of two distributions",
+        "standard deviations of chi-square from which on two ranks' labels have two distributions",
         source="twice `contrary_labels`",
     )
     labels_overlap = Threshold(
         0.5,
-        "share of the labels that two ranks have in common at least, for an offset between them",
+        "least share of labels that two ranks with an offset have in common",
         source="ranks that hold classes of their own, such as the even and the odd ones, have none in common",
     )
     outlier_in_a_row = enough = Threshold(
@@ -139,12 +139,10 @@ class LossOutlier(StreakRule):
     outlier_least = Threshold(
         20, "steps that must be there", source="the median of twenty is known to 0.28 standard deviations"
     )
-    outlier_ranks = Threshold(
-        3, "ranks, below which nobody can be outvoted", source="of two, either may be the odd one"
-    )
+    outlier_ranks = Threshold(3, "ranks below which there is no majority", source="of two, either may be the odd one")
     outlier_same_side = Threshold(
         0.95,
-        "share of the window's steps in which the rank lies on the same side of its peers",
+        "share of steps in which the rank lies on the same side of its peers",
         source="chosen: 48 of 50 coins on one side come once in 1e12",
     )
     outlier_share = Threshold(
@@ -155,7 +153,7 @@ class LossOutlier(StreakRule):
     outlier_window = Threshold(50, "steps that are looked at together", source="chosen: five judgements")
     outlier_z = Threshold(
         6,
-        "distance from the peers as a multiple of the noise and of the spread between them",
+        "distance from the peers over the noise and the spread between them",
         source="wider than 3.5 deviations (Iglewicz, Hoaglin 1993): shards differ as well",
     )
     fires_on = Examples(

@@ -140,7 +140,7 @@ class RandomStreams(StreakRule):
     )
     drawn_per_sample = Threshold(
         0.5,
-        "numbers for each sample in a step, below which they are taken for a decision that ranks share",
+        "numbers per sample in a step, below which ranks may share them on purpose",
         source="an order of the batch (mixup) is one number for each sample but one",
     )
     fires_on = Examples(

@@ -68,6 +68,6 @@ class WindowHabit(HabitRule):
 
     habit_steps_window = enough = Threshold(
         4,
-        "the same where a step is made of several backward passes or scheduler calls",
+        "steps in a row with the same mistake where a step has several backward passes or scheduler calls",
         source="a resume that winds a schedule forward takes one step",
     )

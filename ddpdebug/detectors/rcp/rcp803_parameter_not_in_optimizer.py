@@ -50,7 +50,7 @@ class ParameterNotInOptimizer(StepHabit, EventRule):
     key = "twice"
     missing_share = Threshold(
         0.5,
-        "share of the model in no optimizer, above which training only a part may be meant (`warning`)",
+        "share of the model in no optimizer, above which only a part may be meant (`warning`)",
         source="fine-tuning trains the smaller part",
     )
     fires_on = Examples(

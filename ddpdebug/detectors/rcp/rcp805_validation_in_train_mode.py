@@ -79,7 +79,7 @@ class ValidationInTrainMode(EventRule):
     events = ("validation",)
     evaluation_apart = Threshold(
         5,
-        "steps between evaluations; forwards without gradient that come more often are a part of the training step",
+        "steps between evaluations; more frequent forwards belong to the training step",
         source="a target network or a second view is evaluated in every step or every other",
     )
     fires_on = Examples(

@@ -112,27 +112,27 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     key = "scheduler"
     schedule_unused_steps = Threshold(
         40,
-        "steps of an optimizer whose scheduler nothing has stepped, from which on it was forgotten",
+        "steps of an optimizer without a scheduler step, from which on it was forgotten",
         source="chosen: a run that is shorter may end before the first epoch does",
     )
     schedule_resumed_steps = Threshold(
         8,
-        "steps that an optimizer comes with, from which on its schedule must have moved as well",
+        "steps of a loaded optimizer from which on its schedule must have moved too",
         source="chosen: a checkpoint is not written earlier; one from the first epoch may have a schedule of epochs",
     )
     schedule_per_batch = Threshold(
         0.9,
-        "calls of a schedule for each optimizer step, from which on it is stepped per batch",
+        "calls of a schedule per optimizer step, from which on it is stepped per batch",
         source="a gradient scaler skips a few steps",
     )
     schedule_early = Threshold(
         0.5,
-        "share of the optimizer steps after which a schedule that is stepped per batch is at its lowest for good",
+        "share of the steps after which a schedule stepped per batch stays lowest",
         source="chosen: what decays to nothing does so towards the end, and no run spends half of its steps there",
     )
     schedule_left = Threshold(
         0.05,
-        "share of the rate that a schedule ends with, up to which nothing is meant to be trained with it",
+        "share of the rate at a schedule's end, up to which training ends there",
         source="chosen: one drop to a tenth, after which most of a run follows, is usual where an epoch is one batch",
     )
     schedule_longest = Threshold(
@@ -142,12 +142,12 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     )
     schedule_late = Threshold(
         0.25,
-        "share of its length that a schedule has gone through at the end of a run",
+        "share of its length that a schedule has passed at the end of a run",
         source="per epoch instead of per batch it is one by the number of batches in an epoch, 4 at the least",
     )
     schedule_same_unit = Threshold(
         0.05,
-        "difference between a schedule's length and the number of steps or batches of the run, as a share of that",
+        "relative difference of a schedule's length and the run's steps or batches",
         source="the last batch of an epoch may be dropped in the one count and not in the other",
     )
     fires_on = Examples(

@@ -44,7 +44,7 @@ class LearningRateZero(Detector):
     wants = ("recipe",)
     rate_faded = Threshold(
         1e-06,
-        "learning rate as a share of the largest one so far, below which it has ended",
+        "learning rate as a share of the largest one, below which it has ended",
         source="a cosine to zero spends the last 0.06 % of its steps there",
     )
     rate_faded_steps = Threshold(
@@ -54,7 +54,7 @@ class LearningRateZero(Detector):
     )
     rate_zero_steps = Threshold(
         5,
-        "steps in a row with a rate of 0, or beside a schedule that moves nothing",
+        "steps in a row with a rate of 0, or with a schedule that moves nothing",
         source="a warm-up that starts at 0 does so for one step",
     )
     fires_on = Examples(

@@ -87,7 +87,7 @@ class AccumulationNotScaled(WindowHabit):
     key = "accumulation"
     uneven_counts = Threshold(
         2,
-        "how many times as many labels the largest micro-batch of a step has as the smallest",
+        "multiple of the smallest micro-batch's labels that the largest has in a step",
         source="chosen: sorted or padded texts differ by tens of percent, and weights by less than their noise",
     )
     fires_on = Examples(

@@ -30,8 +30,8 @@ class LossDetached(EventRule):
 
     Modules that the forward ran under `no_grad` only are a `warning`: some recipes train a part from a later step on.
 
-    Impact: they receive no gradient and do not train; with DDP the next forward may fail over unused parameters, or
-    silently train the rest.
+    Impact: these parts receive no gradient and do not train; with DDP the next forward may fail over unused parameters,
+    or silently train the rest.
 
     Diagnosis: check `requires_grad` and `grad_fn` of the output of each module on the way to the loss: the first
     that has none marks the cut. Search for `detach`, `.data`, `.item()`, `.numpy()`, `torch.tensor(...)`, `argmax`,

@@ -73,7 +73,7 @@ class MostlyFrozen(EventRule):
     events = ("audit:frozen",)
     frozen_share = Threshold(
         0.5,
-        "share of what the optimizer was built to train that is frozen, in step 1 and still in step 32",
+        "share of the optimizer's parameters that are frozen in steps 1 and 32",
         source="chosen: the larger part; a stage of a recipe that freezes for a moment is over by step 32",
     )
     fires_on = Examples(

@@ -85,7 +85,7 @@ class TargetLeak(EventRule):
     )
     leak_copy = Threshold(
         1e-4,
-        "the same where the targets were not moved, of the outputs at and behind the token",
+        "the same where targets were not moved, at and behind the token",
         source="kernels compute each row alike: what sees no other token changes by nothing at all",
     )
     fires_on = Examples(

@@ -119,7 +119,7 @@ class RestoredInPart(EventRule):
     events = ("restored",)
     rebuilt_often = Threshold(
         2,
-        "optimizers of the same parameters, schedules or scalers of one optimizer, that began without the state before",
+        "optimizers, schedules or scalers that began without the state before",
         source="a second stage of training begins with a new one, once",
     )
     fires_on = Examples(

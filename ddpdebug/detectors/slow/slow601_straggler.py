@@ -103,11 +103,13 @@ class Straggler(PaceRule):
         source="TraceML warns at 10 % as well",
     )
     straggler_seconds = Threshold(
-        0.007, "seconds of a block, the same where no device computes",
+        0.007, "seconds of a block that a rank is behind where no device computes",
         source="measured: beside busy loops healthy ranks of two were 4 to 6 ms apart; a time slice is 3 to 10 ms",
     )  # fmt: skip
     straggler_errors = Threshold(
-        4, "the same in standard errors of that median", source="measured on busy machines: docs/slowness.md"
+        4,
+        "standard errors of that median that a rank must be behind",
+        source="measured on busy machines: docs/slowness.md",
     )
     straggler_last = Threshold(
         0.5,
@@ -116,24 +118,28 @@ class Straggler(PaceRule):
     )
     straggler_last_of_two = Threshold(0.7, "the same with two ranks", source="chance gives a half to each")
     straggler_windows = Threshold(
-        3, "windows of the newest `straggler_of` that have to show it", source="measured: docs/slowness.md"
+        3, "windows of the newest `straggler_of` that must show it", source="measured: docs/slowness.md"
     )
     straggler_of = Threshold(4, "windows that are looked at together", source="as `straggler_windows`")
     straggler_over = Threshold(
         0.05, "share of the step below which it is over, in as many windows", source="half of what begins it"
     )
     straggler_phase = Threshold(
-        0.6, "share of a delay that a phase, more elements, or the collector has to make up to be named",
+        0.6, "share of a delay that a phase, more elements or the collector needs to be named",
         source="chosen: more than everything else together",
     )  # fmt: skip
     straggler_elements = Threshold(
         1.05, "times the others' elements from which a rank has more work", source="chosen: shards differ by less"
     )
     pause_size = Threshold(
-        1.0, "usual steps that a rank has to be behind in one step for a pause, where it is not in every 3rd to 10th",
+        1.0, "steps behind that make a pause, where it is not in every 3rd to 10th",
         source="measured on busy machines: the scheduler alone rarely takes a whole step",
     )  # fmt: skip
-    pause_seconds = Threshold(0.05, "seconds, the same", source="chosen: a collection of 500,000 objects takes as long")
+    pause_seconds = Threshold(
+        0.05,
+        "seconds behind in a step that make a pause",
+        source="chosen: a collection of 500,000 objects takes as long",
+    )
     pause_count = Threshold(5, "pauses that make a rhythm", source="chosen: four distances can be compared")
     pause_regular = Threshold(
         0.1, "share by which distances of pauses may differ that are alike", source="as for recurring incidents"

@@ -51,13 +51,15 @@ class InputBound(PaceRule):
         0.2, "share of the step that the median rank waits for data", source="chosen: less is seldom worth the work"
     )
     input_seconds = Threshold(
-        0.005, "seconds of a step, the same", source="chosen: a loader without workers takes 1 ms for a small batch"
+        0.005,
+        "seconds of a step that the median rank waits for data",
+        source="chosen: a loader without workers takes 1 ms for a small batch",
     )
     input_windows = Threshold(
         4, "windows in a row that show it, a quarter of each new", source="chosen: the first steps may fill a cache"
     )
     input_falls = Threshold(
-        0.33, "share by which it has become less over so many windows where it is not over yet: a cache still fills",
+        0.33, "share by which waiting falls over so many windows while a cache fills",
         source="chosen: more than the scheduler does to a median",
     )  # fmt: skip
 

@@ -108,15 +108,15 @@ class SlowdownOverTime(PaceRule):
         0.05, "by which steps may take longer when it is over", source="a third of what begins it"
     )
     slowdown_phase = Threshold(
-        0.6, "share of the change that one phase, or computing, makes up where it is not the machine that is slower",
+        0.6, "share of the change in one phase, where the machine is not slower",
         source="as `straggler_phase`",
     )  # fmt: skip
     slowdown_alone = Threshold(
-        0.5, "share of that phase's ratio by which the rest of the step may be slower as well",
+        0.5, "share of that phase's ratio by which the rest may be slower as well",
         source="measured: beside other jobs all phases are slower by about the same ratio",
     )  # fmt: skip
     slowdown_slice = Threshold(
-        0.01, "seconds by which communication alone may grow where nothing computes more",
+        0.01, "seconds by which communication alone may grow",
         source="a time slice: ranks that share processors wake up late, and steps of 10 ms then take 12",
     )  # fmt: skip
 

@@ -240,7 +240,7 @@ class PaceRule(Detector):
     )
     pace_block = Threshold(
         0.03,
-        "seconds that steps are added up to before they are compared: shorter ones say more about the scheduler",
+        "seconds of steps that are added up before they are compared",
         source="chosen: a scheduler's time slice is 3 to 10 ms; steps of GPUs mostly take longer than this",
     )
 

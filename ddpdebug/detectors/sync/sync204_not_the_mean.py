@@ -94,7 +94,7 @@ class NotTheMean(Detector):
     wants = ("gradients", "contract")
     mean_gross = Threshold(
         0.1,
-        "distance from the mean, relative, at which one step is enough; a smaller one must show in two checked steps",
+        "relative distance from the mean that needs one step instead of two",
         source="chosen: a lost share or a missing division is off by about its size, rounding by less than 0.01",
     )
     fires_on = Examples(

@@ -40,7 +40,7 @@ class UnsynchronisedAccumulation(GradientRule):
     after = WrapperBypassed
     local_steps = Threshold(
         32,
-        "steps within which replicas that train apart must agree again to be local SGD, which is judged otherwise",
+        "steps within which replicas that train apart must agree again to be local SGD",
         source="periods of 4 and 8 are the defaults of torch and accelerate; a mistake is told so many steps late",
     )
     fires_on = Examples(

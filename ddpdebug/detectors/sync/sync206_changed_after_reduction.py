@@ -61,7 +61,7 @@ class ChangedAfterReduction(GradientRule):
     after = UnsynchronisedAccumulation
     clip_factors_apart = Threshold(
         0.01,
-        "difference between the ranks' clipping factors from which they are not the same",
+        "difference between the ranks' clipping factors that makes a finding",
         source="chosen: ranks that clip by the same norm differ by rounding, ranks that clip their own by much more",
     )
     fires_on = Examples(

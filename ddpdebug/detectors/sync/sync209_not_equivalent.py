@@ -97,12 +97,12 @@ class NotEquivalent(Detector):
     topics = ("equivalence", "targets")
     counts_apart = Threshold(
         0.25,
-        "median difference of the ranks' numbers as a share of their mean, from which on it is said",
+        "median difference of the ranks' numbers as a share of their mean, from which on it is reported",
         source="chosen: random masks of some tokens differ by 10 %, and alike on all ranks in the mean",
     )
     same_ratio = Threshold(
         1e-3,
-        "relative distance of two ratios of gradients, or of a ratio and a number that explains it, that are the same",
+        "relative distance up to which two ratios of gradients are the same",
         source="calculated: both sides are computed in float64, and the numbers that explain a ratio are whole",
     )
     fires_on = Examples(

@@ -76,7 +76,7 @@ class WrongClipNorm(Detector):
     wants = ("contract",)
     norm_apart = Threshold(
         0.01,
-        "difference between the norm that clipping used and that of the whole gradient, as a share of it",
+        "relative difference between the norm that clipping used and that of the whole gradient",
         source="chosen: norms that are added up in bfloat16 differ by 0.4 %, one LayerNorm counted twice by more",
     )
     fires_on = Examples(

@@ -67,7 +67,7 @@ GAUGES = {
     "ddpdebug_update_norm": ("update_norm", "2-norm of their change in that step; rank 0 only."),
     "ddpdebug_val_loss": (
         "val_loss",
-        "Validation loss, as the script told it by observe(), or as seen in its evaluations.",
+        "Validation loss, given by observe(), or as seen in evaluations.",
     ),
 }
 #: Gauge -> field of the newest row of any optimizer, help; 0 where the system does not tell.
@@ -485,7 +485,7 @@ def agreement_metrics(
 def hang_metrics(own: str, waiting: Waiting) -> Iterator[Metric]:
     """Yield what the waiting of ranks comes to, and for which ranks they wait."""
     codes = ", ".join(f"{each.value} {each.label}" for each in WaitState)
-    text = f"What it comes to that ranks wait for others: {codes}. From 3 on it is a hang."
+    text = f"Verdict about ranks that wait for others: {codes}. From 3 on it is a hang."
     yield _gauge("ddpdebug_hang_state", text, [((own,), waiting.state)])
     text = "Ranks that others wait for, by the label missing; the value is that of ddpdebug_hang_state. Absent while 0."
     where = clean(waiting.phase or "", 40), clean(waiting.location or "", 160)
@@ -660,14 +660,13 @@ def _time_metrics(ranks: _Ranks, of: EachRank) -> Iterator[Metric]:
     yield _counter("ddpdebug_own_seconds", text, own, "phase")
     text = (
         "Time of the steps but the first in which the rank waited for others or exchanged data with them: in DDP's"
-        " reduction after its own last gradient (all of backward where that is not known), and in other collectives."
+        " reduction after its own last gradient, and in other collectives."
     )
     waits = (((rank, kind), s.wait_seconds[i]) for rank, s in shown for i, kind in enumerate(WAITS))
     yield _counter("ddpdebug_wait_seconds", text, waits, "kind")
     text = (
         "Seconds by which the rank made steps longer: its own time above the next slowest rank's, summed over the"
-        " steps but the first in which it was last. Somebody is last in every step, so noise costs something in a"
-        " healthy run too: read it as a share of the run's largest ddpdebug_step_seconds_sum, beside the other ranks'."
+        " steps but the first in which it was last. Some rank is last in every step: compare it with the other ranks'."
     )
     yield from of.counter("ddpdebug_straggler_cost_seconds", text, (((rank,), s.cost_seconds) for rank, s in ranks))
 
