@@ -362,7 +362,7 @@ class Patches:
         self, norm: Any, parameters: Any = None, max_norm: Any = None, norm_type: Any = 2.0, *_: Any, **__: Any
     ) -> None:
         given = _given(parameters)
-        nothing = self._used_up if type(parameters) is GeneratorType else _lacks_gradients(given)
+        nothing = _is_nothing(norm) or self._used_up if type(parameters) is GeneratorType else _lacks_gradients(given)
         self._bus.emit(events.Clipped(norm, float(max_norm), user_location(), given, float(norm_type), nothing))
 
     def _clipped_by(
@@ -439,6 +439,11 @@ class Patches:
 
 def _lacks_gradients(given: Sequence[torch.Tensor] | None) -> bool:
     return given is not None and all([p.grad is None for p in given])
+
+
+def _is_nothing(norm: Any) -> bool:
+    """Tell whether a norm is 0, where it is at hand: torch returns one in host memory where there is no gradient."""
+    return internals.is_plain(norm) and norm.device.type == "cpu" and not float(norm)
 
 
 def _given(parameters: Any) -> Sequence[torch.Tensor] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,13 +24,15 @@ from ddpdebug.isolation.user_code import user_location
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
-from ddpdebug.schema.announcements import Announce, Items, RepeatedOrder
+from ddpdebug.schema.announcements import Announce, Items, RepeatedDeliveries, RepeatedOrder
 
 _FOLLOWED = 32
 #: Epochs of a loader that are told.
 _EPOCHS = 12
 #: Indices by which the beginning of an epoch is known, and the least that tell one.
 _ORDER, _LEAST_ORDER = 64, 16
+#: Different indices from which on a loader draws enough, and how often each of fewer is drawn until it is told.
+_FEW, _OFTEN = 32, 16
 
 
 @dataclass(slots=True)
@@ -55,6 +57,9 @@ class _Source:
     trains: bool = False  # steps were taken between its deliveries
     compared: bool = False  # in this epoch; or nothing is left to tell
     repeated: bool = False
+    length: int = 0  # of the data set
+    few: set[int] | None = field(default_factory=set)  # all indices so far, while they are few
+    drawn: int = 0
 
     def turn(self) -> None:
         """Begin another epoch."""
@@ -100,6 +105,7 @@ class DeliveredItems:
             source = self._sources[loader] = _Source(
                 weakref.ref(loader), number, collates, _followed(length), loader.num_workers > 0, user_location()
             )
+            source.length = length
         if source is not None:
             if source.epochs > source.told:
                 self._tell(source)
@@ -159,10 +165,24 @@ class DeliveredItems:
         step = self._state.next_step()
         source.trains = source.trains or (source.step is not None and source.step != step)
         source.step = step
+        if source.few is not None:
+            self._count(source, indices)
         if len(source.order) < _ORDER:
             source.order += indices[: _ORDER - len(source.order)]
         elif not source.compared:
             self._compare(source)
+
+    def _count(self, source: _Source, indices: Sequence[int]) -> None:
+        """Tell of a loader that draws the same few samples of many for training, again and again."""
+        few = source.few = (source.few or set()).union(indices)
+        source.drawn += len(indices)
+        if len(few) > _FEW or len(few) * 4 > source.length:
+            source.few = None
+        elif source.trains and source.drawn >= _OFTEN * len(few) and source.drawn >= 4 * _FEW:
+            source.few, loader = None, source.loader()
+            told = RepeatedDeliveries(batches=0, again=0, drawn=source.drawn, different=len(few), length=source.length)
+            workers = 0 if loader is None else loader.num_workers
+            self._announce(replace(told, workers=workers, location=source.location, step=self._state.next_step()))
 
     def _compare(self, source: _Source) -> None:
         """Tell of an epoch that is trained on in the order of the one before."""

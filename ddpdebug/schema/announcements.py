@@ -259,7 +259,8 @@ class RepeatedNumbers(Announcement):
 
     step: int | None = None
     epochs: int = 0  # in a row
-    location: str | None = None  # that iterates over the loader
+    steps: int = 0  # likewise, where each step draws the same
+    location: str | None = None  # that iterates over the loader, or calls backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +278,10 @@ class Items(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedDeliveries(Announcement):
-    """How many of a loader's batches were the same as the one that it had delivered before; with its first ones."""
+    """How many of a loader's batches were the same as the one that it had delivered before; with its first ones.
+
+    Or that all indices that it has drawn for training are a few of the data set.
+    """
 
     topic: ClassVar[str] = "alone:deliveries"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -286,6 +290,10 @@ class RepeatedDeliveries(Announcement):
     batches: int
     again: int  # of these
     workers: int = 0
+    inside: str | None = None  # what is the same within each of them: all "rows", or both "views"
+    drawn: int = 0  # indices, where they were few different ones
+    different: int = 0  # of these
+    length: int | None = None  # of the data set
     location: str | None = None  # that iterates over the loader
 
 
@@ -317,6 +325,7 @@ class EvaluationInputs(Announcement):
     std: float
     trained_mean: float
     trained_std: float
+    forwards: int = 0  # of training, behind which inputs that are trained on were looked at again: no evaluation
 
 
 #: Between the forwards of DDPs and the loads, as a batch is made, in the forwards.
@@ -641,6 +650,8 @@ class LossInput(Announcement):
     #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
     before: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
+    #: Of logarithms of probabilities what these add up to, at most; None: not in host memory.
+    total: float | None = None
     location: str | None = None
 
 
@@ -672,6 +683,7 @@ class LossBroadcast(Announcement):
     prediction: tuple[int, ...] = ()  # shape
     result: tuple[int, ...] = ()  # shape of the table
     explicit: bool = False  # the prediction was given a new dimension for it
+    layer: str | None = None  # class of one that took the samples for time; `prediction` is the shape of its input
     location: str | None = None
 
 
@@ -765,6 +777,7 @@ class FrozenParameters(Announcement):
     first: float | None = None  # likewise, as the second step began
     norms: int = 0  # parameters that train where these are those of normalisation layers only, else 0
     output: tuple[str, ...] = ()  # of the layer that makes the output, frozen while all before it trains
+    attribute: tuple[str, ...] = ()  # modules that train although somebody has set their attribute `requires_grad`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -826,7 +839,8 @@ class TrainModeValidation(Announcement):
 
     Args:
         beside: "stays" is a model that nobody changes and that runs in train mode, "follows" one that is written as an
-            average is, runs in eval mode, and whose statistics stay.
+            average is, runs in eval mode, and whose statistics stay; of the trained model itself "frozen" are norms
+            of a frozen part that count on, "last" such whose statistics are those of the newest batch.
     """
 
     topic: ClassVar[str] = "alone:validation"

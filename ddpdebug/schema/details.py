@@ -404,10 +404,12 @@ class EvalForwards(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriedGradients(Struct):
-    """A step with gradients that are not its own: of the step before, of another loss, or of one loss twice."""
+    """A step with gradients that are not its own: of the step before, of another loss, of one loss twice, ..."""
 
     location: str | None = None
-    kind: str | None = field(default=None, metadata=ABSENT)  # "loss" or "twice"; None: of the step before
+    #: "loss" or "twice"; "attack": of a loss that was to change the input; "again": of a forward that was computed
+    #: again with other random numbers. None: of the step before.
+    kind: str | None = field(default=None, metadata=ABSENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,9 +468,9 @@ class ScaledClip(Struct):
     location: str | None = None
     scale: float | None = None  # None where it is on a device
     idle: bool | None = field(default=None, metadata=ABSENT)  # between a step and the next backward
-    instead: str | None = field(
-        default=None, metadata=ABSENT
-    )  # "nothing": of what has no gradients; "step": no clipping
+    #: "nothing": of what has no gradients; no clipping are "step", "part" and "never": some losses, or all in float16,
+    #: have no scale.
+    instead: str | None = field(default=None, metadata=ABSENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

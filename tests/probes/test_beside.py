@@ -145,3 +145,32 @@ def test_what_is_looked_at_ends() -> None:
     run.built(teacher)
     assert run.train(teacher) == []
     assert run.entries.calls.idle
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("frozen", ["frozen"]),
+        ("in eval mode", []),
+        ("affine alone", []),  # somebody has chosen the norm, and the layer before it trains
+        ("trained at times", []),  # a discriminator, in its generator's turn
+        ("last", ["last"]),
+        ("usual", []),
+    ],
+)
+def test_statistics_of_the_trained_model(kind: str, told: list[str | None]) -> None:
+    """Those of a frozen part stay, and those of what trains are more than the last batch."""
+    run = Run()
+    body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.99 if kind == "last" else 0.1))
+    run.model = nn.Sequential(body, nn.Linear(8, 2))
+    (body[1] if kind == "affine alone" else body).requires_grad_(kind in {"last", "usual"})
+    if kind == "in eval mode":
+        body.eval()
+    steps = iter(range(1000))
+
+    def each(_: torch.Tensor) -> None:
+        if kind == "trained at times":
+            body.requires_grad_(next(steps) % 2 == 0)
+
+    assert run.train(each, steps=20) == told
+    assert [fact.names for fact in run.told] == [("0.1",)] * len(told)

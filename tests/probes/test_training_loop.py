@@ -51,6 +51,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     divisor,
     facts,
     is_mean,
+    is_scaled_in_part,
     made_of_softmax,
     share,
     soft_target_input,
@@ -74,7 +75,7 @@ from ddpdebug.schema.announcements import (
     TrainModeValidation,
     UnusedSchedule,
 )
-from ddpdebug.schema.finding import Severity
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
@@ -185,7 +186,7 @@ def test_what_a_loss_is_given_is_told_whatever_it_is() -> None:
     """Operations, ranges and shapes are said as they are; which of them are a mistake, a rule says."""
     x, y = torch.randn(6, 3, requires_grad=True), torch.randint(0, 3, (6,))
     (fact,) = said(functional.cross_entropy(torch.relu(x).reshape(6, 3), y))
-    assert fact == LossInput(loss="NllLoss", before=("LogSoftmax", "Relu"), shape=(6, 3))
+    assert fact == LossInput(loss="NllLoss", before=("LogSoftmax", "Relu"), shape=(6, 3), total=pytest.approx(1.0))
     fact, span = said(functional.binary_cross_entropy_with_logits(x * 2, torch.full((6, 3), 0.5)))
     assert fact == LossInput(
         loss="BinaryCrossEntropyWithLogits", before=("Mul", "torch::autograd::AccumulateGrad"), shape=(6, 3)
@@ -871,12 +872,72 @@ def test_a_rate_that_the_optimizer_does_not_read() -> None:
         found.append(seen.before_step(new, 1))
         seen.called(schedule)
     assert ["elsewhere" in own for own in (found[0], found[-1])] == [False, True]
+    seen.called(schedule)
+    for step in range(8):  # it has stepped once itself
+        found.append({} if step else seen.before_step(old, 1))
+        found.append(seen.before_step(new, 1))
+        seen.called(schedule)
+    assert "elsewhere" in found[-1]
     new.param_groups = old.param_groups
     assert "elsewhere" not in seen.before_step(new, 1)
     new.lr = 0.1
     assert "elsewhere" not in seen.before_step(new, 1)
     new.lr = 0.05
     assert seen.before_step(new, 1)["elsewhere"].kind == "attribute"
+
+
+@pytest.mark.parametrize(("at", "each", "told"), [(3, 1, [(60, 4)]), (59, 1, []), (3, 4, []), (0, 1, [])], ids=str)
+def test_a_schedule_that_is_put_to_the_number_of_the_epoch(at: int, each: int, told: list[tuple[int, int]]) -> None:
+    """One that is called with each step is to be where its optimizer is; by epochs it counts these."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([{"params": [weight], "initial_lr": 1.0}])
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.state[weight]["step"].fill_(60)
+    seen = Schedules(ENTRIES)
+    schedule = LambdaLR(optimizer, lambda step: 1.0, last_epoch=at - 1 if at else -1)
+    schedule.last_epoch += bool(at)
+    seen.built(schedule)
+    for step in range(12):
+        seen.before_step(optimizer, 1)
+        if step % each == 0:
+            seen.called(schedule)
+    found = [(fact.steps, fact.calls) for fact in seen.paces() if fact.calls]
+    assert found == told
+
+
+def _scaled(scale: float, *, both: bool) -> torch.Tensor:
+    one, other = torch.ones(3, requires_grad=True).sum(), torch.ones(3, requires_grad=True).mean()
+    return one * torch.tensor(scale) + (other * torch.tensor(scale) if both else other * 0.1)
+
+
+def test_a_part_of_the_loss_without_the_loss_scale() -> None:
+    """What is added to a scaled loss is to be scaled as well; weights of its own are another matter."""
+    assert is_scaled_in_part(_scaled(512.0, both=False), 512.0)
+    assert not is_scaled_in_part(_scaled(512.0, both=True), 512.0)
+    assert not is_scaled_in_part(_scaled(4.0, both=False), 512.0)
+    assert not is_scaled_in_part(torch.ones(3, requires_grad=True).mean() * torch.tensor(512.0), 512.0)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+@pytest.mark.parametrize("loss", ["nll", "ctc"])
+def test_logarithms_of_probabilities_add_up_to_one(loss: str, logs: bool) -> None:
+    """Those that `nll_loss` and `ctc_loss` are given."""
+    made = torch.randn(6, 4, requires_grad=True) * 1.0
+    made = made.log_softmax(-1) if logs else made
+    if loss == "nll":
+        value = functional.nll_loss(made, torch.tensor([0, 1, 2, 3, 0, 1]))
+    else:
+        value = functional.ctc_loss(made[:, None], torch.tensor([[1, 2]]), torch.tensor([6]), torch.tensor([2]))
+    told = [fact for term in terms(value, by_scaler=False) for fact in facts(term)]
+    told += made_of_softmax(terms(value, by_scaler=False), value)
+    found = [finding for fact in told if isinstance(fact, LossInput) for finding in rule_of(fact)]
+    assert [finding.phase for finding in found] == ([] if logs else ["not normalised"])
+
+
+def rule_of(fact: LossInput) -> list[Finding]:
+    """Return what the rule about the inputs of losses finds."""
+    return list(SoftmaxBeforeLoss().compare("alone:loss", {0: fact}))
 
 
 def test_modes_matter_where_the_model_trains() -> None:

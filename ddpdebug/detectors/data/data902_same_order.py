@@ -39,6 +39,13 @@ _NUMBERS: Fields = {
         "set the seed once, or `seed + epoch`",
     ),
 }
+_IN_STEPS: Fields = {
+    "title": "every step draws the same random numbers",
+    "causes": (
+        "`manual_seed` with a constant inside of the loop, or in the model's forward: dropout has one mask for ever",
+        "intended: noise that belongs to the model and is drawn again each time",
+    ),
+}
 
 
 def _resume(steps: int, **more: Any) -> tuple[Facts, ...]:
@@ -122,6 +129,7 @@ class SameOrder(Detector):
     )
     fires_on = Examples(
         lambda: Facts(topic="alone:numbers", values={rank: {"step": 30, "epochs": 3} for rank in range(2)}),
+        lambda: Facts(topic="alone:numbers", values={rank: {"step": 3, "steps": 4} for rank in range(2)}),
         lambda: tuple(_cycle(n) for n in range(8)),
         lambda: tuple(
             Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
@@ -178,8 +186,10 @@ class SameOrder(Detector):
             )
         elif numbers := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, RepeatedNumbers)}:
             repeated = numbers[min(numbers)]
-            about = {"ranks": tuple(numbers), "location": repeated.location, "evidence": {"epochs": repeated.epochs}}
-            yield self.finding(step=repeated.step, **_NUMBERS, **about)
+            what = "steps" if repeated.steps else "epochs"
+            evidence = {what: repeated.steps or repeated.epochs}
+            about = {"ranks": tuple(numbers), "location": repeated.location, "evidence": evidence}
+            yield self.finding(step=repeated.step, **{**_NUMBERS, **(_IN_STEPS if repeated.steps else {})}, **about)
         elif restored := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, Restored)}:
             yield from self._resumed({r: fact for r, fact in restored.items() if fact.kind == "resumed"})
         elif not own:

@@ -11,6 +11,37 @@ from ddpdebug.schema.announcements import RepeatedDeliveries
 from ddpdebug.schema.row import Flag
 
 _OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
+_FEW: Fields = {
+    "title": "a few samples of the data set are trained on again and again",
+    "phase": "few",
+    "causes": (
+        "`WeightedRandomSampler` with the weights of the classes, where it wants one for each sample",
+        "a list of positions in another list, of classes, or a debug setting in the place of the data set's indices",
+    ),
+    "actions": (
+        "print `len(set(sampler))` beside `len(dataset)`",
+        "give a sampler as many weights as there are samples",
+    ),
+}
+_INSIDE: dict[str, Fields] = {
+    "rows": {
+        "title": "all samples of a batch are the same",
+        "causes": (
+            "a list or replay memory keeps references to one array that is written anew each time: `copy()` is missing",
+            "an index that does not change, a constant in the place of the features",
+            "intended: one sample, seen with other noise",
+        ),
+        "actions": ("print two rows of a batch side by side", "store `observation.copy()`, or `tensor.clone()`"),
+    },
+    "views": {
+        "title": "the two views of each sample are the same, and nothing is dropped",
+        "causes": (
+            "both views are drawn from generators with the same seed, or from one that is put back in between",
+            "the transform runs once, and its result is used twice",
+        ),
+        "actions": ("call the transform twice, with one generator that goes on",),
+    },
+}
 
 
 def _again(number: int) -> Step:
@@ -20,7 +51,8 @@ def _again(number: int) -> Step:
 class RepeatedBatch(Detector):
     """A rank was given bitwise the same batch step after step.
 
-    Or its loader delivers each batch several times in a row, as workers do that all read the whole of a stream.
+    Or all that its loader draws are a few samples of many, or samples of a batch, or its two views, are the same. Or it
+    delivers each batch several times in a row, as workers do that all read the whole of a stream.
 
     Impact: the model memorises a few samples: training loss falls fast, validation does not follow.
 
@@ -61,6 +93,10 @@ class RepeatedBatch(Detector):
         lambda: tuple(_again(n) for n in range(12)),
         lambda: (*steps(3), *(_again(n) for n in range(3, 15))),
         lambda: Facts(topic="alone:deliveries", values={0: {"step": 16, "batches": 16, "again": 8, "workers": 2}}),
+        lambda: Facts(
+            topic="alone:deliveries",
+            values={0: {"step": 9, "batches": 0, "again": 0, "drawn": 128, "different": 5, "length": 640}},
+        ),
     )
     silent_on = Examples(
         lambda: steps(12),
@@ -77,7 +113,17 @@ class RepeatedBatch(Detector):
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:
         told = {rank: fact for rank, fact in sorted(facts.items()) if isinstance(fact, RepeatedDeliveries)}
-        again = {rank: fact for rank, fact in told.items() if fact.again >= self.repeated_share * fact.batches}
+        for what, said in _INSIDE.items():
+            if same := {rank: fact for rank, fact in told.items() if fact.inside == what}:
+                evidence = {"first_batches": next(iter(same.values())).batches}
+                yield self.finding(step=0, ranks=tuple(same), phase=what, evidence=evidence, **said)
+        if few := {rank: fact for rank, fact in told.items() if fact.drawn}:
+            one = next(iter(few.values()))
+            evidence = {"samples_drawn": one.drawn, "different": one.different, "of": one.length}
+            yield self.finding(step=one.step, ranks=tuple(few), location=one.location, evidence=evidence, **_FEW)
+        again = {
+            r: fact for r, fact in told.items() if fact.again > 0 and fact.again >= self.repeated_share * fact.batches
+        }
         if again:
             one = next(iter(again.values()))
             evidence = {"batches_that_were_the_one_before": one.again, "of": one.batches, "workers": one.workers}

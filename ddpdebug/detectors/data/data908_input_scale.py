@@ -6,11 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Threshold
+from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Threshold
 from ddpdebug.schema.announcements import EvaluationInputs, InputStatistics
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "from_bytes": None, "step": 4}
 _DIVIDED = {**_USUAL, "std": 0.001, "min": 0.0, "max": 1.01 / 255, "from_bytes": 0.01}
+_LATER: Fields = {
+    "title": "inputs are prepared otherwise than at the beginning of the run",
+    "phase": "later",
+    "causes": (
+        "a transform works in place on a data set that is held in memory: each epoch it changes what the last one left",
+        "intended: other data, or a noise that grows",
+    ),
+    "actions": ("work on a copy (`x = x.clone()`), or use operations that make a new tensor",),
+}
 
 
 def _inputs(**more: Any) -> tuple[Facts]:
@@ -30,7 +39,7 @@ def _evaluated(**more: Any) -> tuple[Facts]:
 class InputScale(Detector):
     """The input of the first layer with weights is constant, huge, tiny, or differs strongly between ranks.
 
-    Or between training and evaluation, in forwards of the wrapper.
+    Or between training and evaluation, in forwards of the wrapper, or between the beginning of training and later.
 
     Impact: training is slow or unstable, first layers saturate, and a pretrained model gets inputs that it has
     never seen; ranks that preprocess differently pull against each other.
@@ -87,6 +96,7 @@ class InputScale(Detector):
     fires_on = Examples(
         lambda: _evaluated(mean=127.0, std=74.0),
         lambda: _evaluated(mean=5.1),
+        lambda: _evaluated(std=0.1, forwards=32),
         lambda: _inputs(mean=110.0, std=62.0, max=255.0),
         lambda: Facts(topic="inputs:0", values={0: {**_USUAL, "std": 20.1}}),
         lambda: _inputs(std=0.0, min=0.0, max=0.0),
@@ -135,9 +145,13 @@ class InputScale(Detector):
         if ranks:
             fact = told[ranks[0]]
             evidence = {
-                "evaluation": {"mean": fact.mean, "std": fact.std},
+                "later" if fact.forwards else "evaluation": {"mean": fact.mean, "std": fact.std},
                 "training": {"mean": fact.trained_mean, "std": fact.trained_std},
             }
+            if fact.forwards:
+                about = {"subject": (f"input of the first {fact.layer}",), "evidence": evidence}
+                yield self.finding(step=fact.step, ranks=tuple(ranks), **_LATER, **about)
+                return
             yield self.finding(
                 title="inputs of the evaluation are prepared otherwise than those that are trained on",
                 step=fact.step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdebug.detectors.examples import steps
-from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
+from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity, Threshold
 from ddpdebug.schema.announcements import LossInput
 
 #: Operations that make probabilities, and what they are called.
@@ -25,14 +25,24 @@ _DIVERGENCE: Fields = {
     ),
     "actions": ("`F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction='batchmean')`",),
 }
+_UNNORMALISED: Fields = {
+    "severity": Severity.WARNING,
+    "title": "a loss takes logarithms of probabilities, and what it is given adds up to more than one",
+    "phase": "not normalised",
+    "causes": ("logits are given as they are: `nll_loss` and `ctc_loss` have no `log_softmax` inside",),
+    "actions": ("`logits.log_softmax(-1)` before the loss, over the classes",),
+}
 
 
-def _given(loss: str, *before: str) -> tuple[Facts]:
-    return (Facts(topic="alone:loss", values={1: {**_FACT, "loss": loss, "before": list(before)}}),)
+def _given(loss: str, *before: str, total: float | None = None) -> tuple[Facts]:
+    fact = {**_FACT, "loss": loss, "before": list(before), "total": total}
+    return (Facts(topic="alone:loss", values={1: fact}),)
 
 
 class SoftmaxBeforeLoss(EventRule):
     """The tensor given to a loss on logits holds probabilities: rows that sum to 1, or all values between 0 and 1.
+
+    Or one on logarithms of probabilities is given logits.
 
     Impact: training runs but is slow and never gets confident: over probabilities cross entropy cannot fall below
     log(e + C - 1) - 1, which is 1.46 for 10 classes, and its gradient is weak.
@@ -57,12 +67,18 @@ class SoftmaxBeforeLoss(EventRule):
     severity = Severity.ERROR
     title = "softmax or sigmoid is applied before a loss that expects logits"
     events = ("loss:input",)
+    log_sum = Threshold(
+        1.1,
+        "sum of probabilities, from their logarithms, above which they are none",
+        source="it is 1; rounding of logarithms in 16 bits is within a few percent",
+    )
     fires_on = Examples(
         lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), *_given("NllLoss", "LogSoftmax", "Softmax")),
         lambda: _given("NllLoss2D", "Softmax", "Convolution"),
         lambda: _given("CrossEntropy", "LogSoftmax", "Softmax"),  # soft or smoothed targets
         lambda: _given("KlDiv", "Softmax", "Addmm"),
+        lambda: _given("CtcLoss", "Addmm", total=11.2),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -72,6 +88,7 @@ class SoftmaxBeforeLoss(EventRule):
         lambda: _given("NllLoss", "LogSoftmax", "LogSoftmax"),  # the second one changes nothing
         lambda: _given("NllLoss", "Addmm", "Softmax"),  # a mixture, however made
         lambda: _given("BinaryCrossEntropyWithLogits", "Addmm", "Sigmoid"),  # the activation of a hidden layer
+        lambda: _given("CtcLoss", "Log", "Add", total=1.01),
         lambda: _given("NllLoss"),  # what an older version said of it cannot be read
         lambda: Facts(topic="alone:loss", values={0: {"kind": "initial", "step": 0, "classes": 10, "loss": 2.3}}),
     )
@@ -79,6 +96,8 @@ class SoftmaxBeforeLoss(EventRule):
     def judge(self, fact: LossInput) -> Fields | None:
         applied = _probabilities(fact)
         evidence = {"applied_before": applied, "prediction": list(fact.shape)}
+        if applied is None and fact.total is not None and fact.total > self.log_sum:
+            return {"subject": (fact.loss,), "evidence": {"add_up_to": round(fact.total, 3)}, **_UNNORMALISED}
         if applied is None:
             return None
         return {"subject": (fact.loss,), "evidence": evidence, **(_DIVERGENCE if fact.loss == "KlDiv" else {})}

@@ -20,6 +20,22 @@ _COLLECTED: Fields = {
     ),
 }
 _BESIDE: dict[str, Fields] = {
+    "frozen": {
+        "title": "a frozen part of the model is in train mode: its running statistics do not stay",
+        "phase": "frozen",
+        "causes": (
+            "`model.train()` at the start of an epoch has put the part back that was in eval mode",
+            "`requires_grad_(False)` was thought to be enough: it does not keep BatchNorm from counting",
+            "intended: statistics that adapt to other data while the weights stay",
+        ),
+        "actions": ("call `eval()` on the part after each `model.train()`, best in an own `train()` of the model",),
+    },
+    "last": {
+        "title": "running statistics are those of the last batch: eval mode depends on which one that was",
+        "phase": "last",
+        "causes": ("`momentum` as other libraries have it: torch's is the share of the newest batch, 0.1 as a rule",),
+        "actions": ("give `1 - momentum`: 0.01 for what is 0.99 elsewhere",),
+    },
     "stays": {
         "title": "a model beside the trained one runs in train mode, and nobody changes it",
         "phase": "train mode",
@@ -50,6 +66,7 @@ class ValidationInTrainMode(EventRule):
 
     Of the wrapper, or of the inner module where torch's loss functions were called after them. Or a model beside the
     trained one runs in the wrong state: one that stays as it is in train mode, or an average whose statistics stay.
+    Or the statistics of the trained one are wrong: a frozen part is in train mode, or they hold the last batch alone.
 
     Impact: the metric is measured with dropout and batch statistics, depends on batch size and composition, and
     BatchNorm's running statistics absorb validation data.
@@ -88,6 +105,7 @@ class ValidationInTrainMode(EventRule):
         lambda: Facts(topic="alone:validation", values={0: {**_FACT, "collected": True}}),  # a hint
         lambda: Facts(topic="alone:validation", values={0: {"beside": "stays", "forwards": 8, "names": ["Net", "1"]}}),
         lambda: Facts(topic="alone:validation", values={0: {"beside": "follows", "forwards": 1, "names": ["Net"]}}),
+        lambda: Facts(topic="alone:validation", values={0: {"beside": "frozen", "forwards": 8, "names": ["body.1"]}}),
     )
     silent_on = Examples(
         lambda: steps(3),

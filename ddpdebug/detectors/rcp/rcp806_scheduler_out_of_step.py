@@ -60,6 +60,7 @@ _AGAIN: Fields = {
     "causes": (
         "a resume that loads model and optimizer, and not the scheduler",
         "the scheduler is made after the checkpoint was loaded, so that what was loaded into it is gone",
+        "`last_epoch` was given the number of the epoch, and the schedule is stepped per batch",
         "intended: another schedule for a second stage, with the optimizer's state kept",
     ),
     "actions": (
@@ -152,6 +153,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     )
     fires_on = Examples(
         lambda: Facts(topic="alone:schedule", values={0: {"class": "LambdaLR", "steps": 50, "begins_again": True}}),
+        lambda: _used(4, 60, 0, begins_again=True),
         lambda: _used(40, 40, 6),
         lambda: _used(300, 300, 80, left=0.01, **{"class": "MultiStepLR"}),
         lambda: _used(4000, 4000, 90, **{"class": "StepLR"}),
@@ -220,7 +222,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     def _again(self, fact: UnusedSchedule) -> Fields | None:
         if fact.steps < self.schedule_resumed_steps:
             return None
-        evidence = {"steps_of_the_optimizer": fact.steps, "calls_of_the_schedule": 0}
+        evidence = {"steps_of_the_optimizer": fact.steps, "calls_of_the_schedule": fact.calls}
         return {**_AGAIN, "severity": Severity.WARNING, "subject": (fact.class_name,), "evidence": evidence}
 
     def _never(self, fact: UnusedSchedule) -> Fields | None:

@@ -35,13 +35,38 @@ _OTHERS: dict[str | None, Fields] = {
         ),
         "actions": ("call backward once, on the sum of all losses", "drop `retain_graph=True`: the error shows where"),
     },
+    "attack": {
+        "severity": Severity.WARNING,
+        "title": "a step uses gradients of the loss that has changed the input",
+        "phase": "attack",
+        "causes": (
+            "adversarial examples: the backward that gives `x.grad` fills the parameters' gradients as well",
+            "intended: both losses train",
+        ),
+        "actions": (
+            "`torch.autograd.grad(loss, x)` for the input alone",
+            "or clear the gradients before the next backward",
+        ),
+    },
+    "again": {
+        "severity": Severity.WARNING,
+        "title": "backward computes a part of the forward again, with other random numbers",
+        "phase": "again",
+        "causes": (
+            "activation checkpointing with `preserve_rng_state=False` over dropout: gradients are of another mask",
+            "checkpointing by hand that does not put the generators back",
+            "intended: a hook that adds noise to gradients",
+        ),
+        "actions": ("leave `preserve_rng_state` at its default where what is checkpointed draws random numbers",),
+    },
 }
 
 
 class GradientsNotCleared(StepHabit):
     """A parameter's gradient at the step still contains the one of the previous step.
 
-    Or it contains what another loss has left there before another optimizer's step, or one loss twice.
+    Or it contains what another loss has left there before another optimizer's step, or one loss twice, or is that of
+    another forward than the one that made the loss.
 
     Impact: the update follows the sum of all gradients since the start: it grows, behaves like momentum without
     decay, and often diverges slowly.

@@ -39,6 +39,14 @@ _OUTPUT: Fields = {
 }
 
 
+_ATTRIBUTE: Fields = {
+    "title": "what was meant to be frozen trains: `requires_grad` was set on a module",
+    "phase": "attribute",
+    "causes": ("`module.requires_grad = False` makes an attribute that nobody reads: only parameters have one",),
+    "actions": ("`module.requires_grad_(False)`, before DDP and optimizer are built",),
+}
+
+
 def _frozen(**more: Any) -> tuple[Facts]:
     return (Facts(topic="alone:audit", values={0: {**_FACT, **more}}),)
 
@@ -46,7 +54,7 @@ def _frozen(**more: Any) -> tuple[Facts]:
 class MostlyFrozen(EventRule):
     """The larger part of what the optimizer was built to train has been frozen since, or just what should train.
 
-    Only normalisation layers train, or all but the layer that makes the output.
+    Only normalisation layers train, or all but the layer that makes the output. Or what was meant to be frozen trains.
 
     Impact: if it was not intended, only a small part learns and the result stays far below what the model can do.
 
@@ -82,6 +90,7 @@ class MostlyFrozen(EventRule):
         lambda: _frozen(share=0.51, first=0.51),
         lambda: _frozen(share=0.0, first=0.0, norms=8),
         lambda: _frozen(share=0.01, first=0.01, output=["head.weight"]),
+        lambda: _frozen(share=0.0, first=None, attribute=["backbone"]),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -95,6 +104,8 @@ class MostlyFrozen(EventRule):
             return {**_NORMS, "evidence": {"trainable_parameters_of_normalisation_layers": fact.norms}}
         if fact.output:
             return {**_OUTPUT, "subject": fact.output, "evidence": {"frozen": list(fact.output)}}
+        if fact.attribute:
+            return {**_ATTRIBUTE, "subject": fact.attribute}
         first = fact.share if fact.first is None else fact.first  # older versions said it of the larger part only
         if min(first, fact.share) <= self.frozen_share:
             return None

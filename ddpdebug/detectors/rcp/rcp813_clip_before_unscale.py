@@ -45,13 +45,34 @@ _OTHERS: dict[str | None, Fields] = {
             "with bfloat16 leave the scaler out",
         ),
     },
+    "never": {
+        "severity": Severity.WARNING,
+        "title": "float16 is trained without a loss scale: small gradients become zero",
+        "phase": "never",
+        "causes": (
+            "`autocast(dtype=torch.float16)` without `GradScaler`, or with one that is not enabled",
+            "a change from bfloat16, which needs no scaler, to float16",
+        ),
+        "actions": ("use `torch.amp.GradScaler`", "or bfloat16, where the device has it"),
+    },
+    "part": {
+        "severity": Severity.WARNING,
+        "title": "a part of the losses has no loss scale, and is unscaled with the others",
+        "phase": "part",
+        "causes": (
+            "`scaler.scale(loss) + other`, or a second `backward()` of a loss that was not given to `scaler.scale`",
+            "a penalty whose gradients are added to scaled ones",
+        ),
+        "actions": ("scale all that a step uses: `scaler.scale(loss + other).backward()`",),
+    },
 }
 
 
 class ClipBeforeUnscale(StepHabit):
     """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
 
-    Or it ran between a step and the next backward, or on what has no gradients; or a step used scaled ones.
+    Or it ran between a step and the next backward, or on what has no gradients; or a step used scaled
+    ones, some of both, or such in float16.
 
     Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is
     at most max_norm / scale: SGD hardly moves, in Adam eps takes over, and the step length depends on the loss
@@ -87,6 +108,7 @@ class ClipBeforeUnscale(StepHabit):
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "train.py:70", "idle": True}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "nothing"}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"scale": 512.0, "instead": "step"}}}),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"instead": "part"}}}),
     )
     silent_on = Examples(
         lambda: steps(5, flags=Flag.CLIPPED),

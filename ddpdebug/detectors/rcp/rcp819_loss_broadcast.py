@@ -16,6 +16,16 @@ _FACT = {
     "result": [32, 32],
     "location": "train.py:58",
 }
+_AXES: Fields = {
+    "severity": Severity.WARNING,
+    "title": "a layer that wants time first is given the batch first: it runs over the samples",
+    "phase": "axes",
+    "causes": (
+        "`batch_first=True` is missing in `nn.LSTM`, `nn.GRU`, `nn.MultiheadAttention` or a transformer layer",
+        "intended: attention between the samples of a batch",
+    ),
+    "actions": ("give the layer `batch_first=True`, or its input as (time, batch, features)",),
+}
 
 
 def _spread(prediction: list[int], result: list[int], **more: Any) -> tuple[Facts]:
@@ -24,6 +34,8 @@ def _spread(prediction: list[int], result: list[int], **more: Any) -> tuple[Fact
 
 class LossBroadcast(EventRule):
     """Prediction and target broadcast, such as (N, 1) against (N,), so that the loss averages over an N x N table.
+
+    Or a layer takes the samples of a batch for the steps of a sequence.
 
     Impact: every prediction is compared with every target: a squared loss then pulls all outputs to the mean of the
     batch, and the loss stops near the targets' variance.
@@ -52,6 +64,7 @@ class LossBroadcast(EventRule):
         lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
         lambda: (*steps(2), *_spread([32], [32, 32])),
         lambda: _spread([2, 1], [2, 2]),
+        lambda: _spread([32, 10, 8], [], layer="LSTM"),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -67,6 +80,8 @@ class LossBroadcast(EventRule):
     )
 
     def judge(self, fact: announcements.LossBroadcast) -> Fields | None:
+        if fact.layer is not None:
+            return {"subject": (fact.layer,), "evidence": {"input": list(fact.prediction)}, **_AXES}
         rows, columns = fact.result if len(fact.result) == 2 else (0, 0)
         if fact.explicit or not 1 < rows == columns or fact.prediction not in {(rows,), (rows, 1)}:
             return None

@@ -34,6 +34,17 @@ _TWICE: Fields = {
     ),
     "actions": ("give a model that moves its labels itself `labels=tokens`", "or move them outside, and only there"),
 }
+_TRAINED: Fields = {
+    "title": "evaluations are given what was trained on before, and nothing else",
+    "phase": "trained",
+    "subject": ("validation data",),
+    "causes": (
+        "the validation loader is made of the training set: a copied line, a split that is not used",
+        "two splits of one data set that were drawn with different seeds (after a resume, or on each rank)",
+        "intended: the loss over the training data is what is wanted",
+    ),
+    "actions": ("make the loader of the other split", "split once, with a fixed seed, and keep the indices in a file"),
+}
 _UNMOVED = "the targets are the input tokens, not moved by one: the model learns to copy the token that it is given"
 
 
@@ -44,7 +55,7 @@ def _told(fact: dict[str, Any], **more: Any) -> tuple[Facts]:
 class TargetLeak(EventRule):
     """The model is given what it shall predict: a later token changes earlier outputs, or the target is the input.
 
-    Or the targets of a language model are moved by two positions, not by one.
+    Or the targets of a language model are moved by two positions, not by one; or an evaluation is of training data.
 
     While training it is asked once, when the loss has fallen below a tenth of what it was and the targets are the input
     tokens, moved by one position, or in the first steps where they are the input tokens and were not moved: one rank
@@ -93,6 +104,7 @@ class TargetLeak(EventRule):
         lambda: _told(_FACT, before=0.021),
         lambda: (*steps(2), *_told(_SAME)),
         lambda: _told({"step": 5, "targets": "twice", "length": 23}),
+        lambda: _told({"step": 20, "targets": "trained", "length": 512}),
         lambda: _told(_SAME, behind=0.0011, loss=4.1, location="train.py:40"),
     )
     silent_on = Examples(
@@ -109,6 +121,8 @@ class TargetLeak(EventRule):
     def judge(self, fact: TokenChange) -> Fields | None:
         if fact.targets == "twice":
             return {**_TWICE, "evidence": {"targets": "the inputs moved by two", "of": fact.length}}
+        if fact.targets == "trained":
+            return {**_TRAINED, "evidence": {"samples": fact.length}}
         moved = fact.targets == "moved"
         if moved:
             change, least = fact.before if fact.summary == 0 < max(fact.here, fact.behind) else 0.0, self.leak_change

@@ -28,6 +28,8 @@ _FIRST, _ENOUGH = 8, 3
 #: The step until which a copy of the model that is trained may be written for the first time.
 _PATIENT = 40
 _SAMPLE, _MAX_PARTS, _MAX_NAMES = 4, 16, 20
+#: Share of the newest batch in running statistics from which on they hold hardly anything else.
+_LAST = 0.9
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class Beside:
         self._own: set[int] = set()  # modules of the models that are trained
         self._parts: dict[int, _Part] = {}
         self._places: dict[int, tuple[_Part, str] | None] = {}  # by module: what it belongs to, its path there
+        self._norms: dict[int, tuple[str, set[int]]] = {}  # of the models that are trained: what is said, steps
         self._step = 0
 
     def after_step(self, step: int, *, looks: bool) -> None:
@@ -73,6 +76,8 @@ class Beside:
             self._own = {id(m) for root in self._roots() for m in internals.modules(root)}
         for part in list(self._parts.values()) if step <= _PATIENT else ():
             self._judge(part)
+        if step >= _FIRST and self._norms:
+            self._say_own()
         if looks and self._own and not internals.anything_compiled():
             self._hook.on((*DROPOUTS, *NORMS))
         else:
@@ -90,6 +95,7 @@ class Beside:
     def _look(self, module: nn.Module, args: Any) -> None:
         del args
         if id(module) in self._own:
+            self._look_at_own(module)
             return
         if id(module) not in self._places:
             self._places[id(module)] = None
@@ -108,6 +114,32 @@ class Beside:
             part.names[name] = None
             part.evaluated = True
             self._judge(part)
+
+    def _look_at_own(self, module: nn.Module) -> None:
+        """Look at a norm of a model that is trained, in a forward that trains."""
+        if not isinstance(module, NORMS) or not torch.is_grad_enabled() or not internals.in_train_mode(module):
+            return
+        own, momentum = list(internals.own_parameters(module)), internals.own_attribute(module, "momentum", None)
+        if self._step >= _FIRST or momentum is None or not changes(module):
+            return
+        trains = any([p.requires_grad for p in own])
+        what = ("last" if momentum >= _LAST else "") if trains else "frozen" if own and momentum else ""
+        before, seen = self._norms.get(id(module), (what, set()))
+        self._norms[id(module)] = (what if before == what else "", seen | {self._step})
+
+    def _say_own(self) -> None:
+        """Say which norms of the models that are trained hold statistics that they should not."""
+        for root in self._roots():
+            table = dict(internals.named_modules(root))
+            said = {name: self._norms.get(id(m), ("", set())) for name, m in table.items()}
+            for what in ("frozen", "last"):
+                names = [name for name, (kind, seen) in said.items() if kind == what and len(seen) >= _ENOUGH]
+                if what == "frozen":  # with what is around them: of single ones somebody has chosen the mode
+                    parts = [(name, table.get(name.rpartition(".")[0])) for name in names]
+                    names = [name for name, part in parts if part is not None and _is_frozen_part(part)]
+                if names:
+                    self._tell(TrainModeValidation(beside=what, forwards=_FIRST, names=tuple(names[:_MAX_NAMES])))
+        self._norms.clear()
 
     def _place(self, module: nn.Module) -> None:
         """Find the model that a module belongs to: the largest one around it that no optimizer has anything of."""
@@ -168,6 +200,11 @@ class Beside:
     def _say(self, part: _Part, model: nn.Module, what: str, forwards: int) -> None:
         names = tuple([type(model).__name__, *part.names][:_MAX_NAMES])
         self._tell(TrainModeValidation(forwards=forwards, location=part.location, beside=what, names=names))
+
+
+def _is_frozen_part(part: nn.Module) -> bool:
+    params = list(internals.parameters(part))
+    return any([p.dim() > 1 for p in params]) and not any([p.requires_grad for p in params])
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:

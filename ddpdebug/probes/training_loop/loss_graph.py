@@ -19,6 +19,7 @@ from ddpdebug.torch_internals import graph, is_sink
 _MAX_NODES = 64
 _MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
+_MAX_ROWS = 16
 _MEAN, _SUM = 1, 2
 _ROUNDING = 0.01  # of the sum of a distribution in 16 bits
 #: Nodes that change the form of their input and not its meaning.
@@ -33,6 +34,7 @@ FORM = frozenset(
 _SCALAR_SUMS = frozenset({"AddBackward0", "SumBackward0", "StackBackward0", "ToCopyBackward0", "SqueezeBackward0"})
 _SCALED = frozenset({"DivBackward0", "MulBackward0"})
 _CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_CTC = ("CtcLoss", "CudnnCtcLoss")
 _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"})
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
@@ -223,6 +225,23 @@ def scaled_by(node: Any) -> float | None:
     return float(other) if node.name() == "DivBackward0" else 1 / float(other)
 
 
+def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
+    """Tell whether some of what a loss adds up was multiplied by the loss scale, and some was not."""
+    waiting, found = [root.grad_fn], set[bool]()
+    for _ in range(_MAX_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is None:
+            break
+        number = scaled_by(node)
+        if number is not None and math.isclose(number * scale, 1.0):
+            found.add(True)
+        elif node.name() in _SCALAR_SUMS or number is not None:
+            waiting += [below for below, _ in node.next_functions if below is not None]
+        else:
+            found.add(False)
+    return len(found) > 1
+
+
 def is_mean(term: Term) -> bool:
     """Tell whether a loss function averages over its elements."""
     return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
@@ -238,7 +257,9 @@ def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
     node = term.node
     name = node.name()
     if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
-        yield LossInput(loss=_plain(name), before=_made_by(node), shape=_shape(node) or ())
+        own = graph.saved_tensor(node, "self") if name in _CLASSES else None
+        total = None if own is None else _total(own.movedim(1, -1) if own.dim() > 1 else own)
+        yield LossInput(loss=_plain(name), before=_made_by(node), shape=_shape(node) or (), total=total)
     if name in _BINARY and (span := _range(graph.saved_tensor(node, "target"))) is not None:
         yield TargetRange(loss=_plain(name), low=span[0], high=span[1])
     yield from dict.fromkeys(_spreads(node))  # two paths may lead to one
@@ -275,6 +296,8 @@ def made_of_softmax(found: Sequence[Term], root: torch.Tensor) -> Iterator[LossI
         yield soft
     if (divergence := divergence_input(root)) is not None:
         yield divergence
+    if (aligned := alignment_input(root)) is not None:
+        yield aligned
 
 
 def soft_target_input(root: torch.Tensor) -> LossInput | None:
@@ -308,6 +331,32 @@ def divergence_input(root: torch.Tensor) -> LossInput | None:
         elif name == "SumBackward1":
             waiting += below
     return None
+
+
+def alignment_input(root: torch.Tensor) -> LossInput | None:
+    """Return what made the input of `ctc_loss`, which is divided by lengths behind its node."""
+    waiting = [root.grad_fn]
+    for _ in range(_MAX_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is None:
+            return None
+        name = _plain(node.name())
+        if name in _CTC:
+            logs = graph.saved_tensor(node, "log_probs")
+            total = None if logs is None else _total(logs)
+            return LossInput(loss="CtcLoss", before=_made_by(node), shape=graph.shape_at(node) or (), total=total)
+        if name in {"Where", "Mean", "Sum", "Div", "Mul", "Add"} or node.name() in FORM:
+            waiting += [lower for lower, _ in node.next_functions if lower is not None]
+    return None
+
+
+def _total(logs: torch.Tensor) -> float | None:
+    """Return what the exponentials of the first rows add up to, at most, where they are at hand."""
+    if logs.device.type != "cpu" or not 0 < logs.shape[-1] <= _MAX_LABELS:
+        return None
+    with torch.no_grad():
+        total = float(logs.detach().reshape(-1, logs.shape[-1])[:_MAX_ROWS].double().exp().sum(-1).amax())
+    return total if math.isfinite(total) else None
 
 
 def _adds_up(targets: torch.Tensor | None) -> bool:

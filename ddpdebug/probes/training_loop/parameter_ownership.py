@@ -67,6 +67,8 @@ class Audit:
         if step == FIRST:
             self._marked = {id(p): (internals.Seen(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
             self._frozen, self._norms = self._frozen_share(optimizer), _only_norms(optimizer, wrappers)
+            if attribute := _said_frozen(wrappers):
+                return FrozenParameters(step=step, share=0.0, attribute=attribute)
         if step == AGAIN:
             return self._still_missing(step, wrappers)
         return self._still_frozen(step, optimizer, wrappers) if step == LATER else None
@@ -215,6 +217,20 @@ def _only_norms(optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | P
                 others += sum(p.dim() > 1 and not p.requires_grad for p in own)
     trained = [p for p in _params([optimizer]) if p.requires_grad]
     return len(trained) if trained and others > 1 and all([id(p) in norms for p in trained]) else 0
+
+
+def _said_frozen(wrappers: Sequence[Wrapper | PlainModel]) -> tuple[str, ...]:
+    """Name the modules that train and have got an attribute that torch reads of parameters only."""
+    modules = (
+        part for wrapper in wrappers if (m := wrapper.module()) is not None for part in internals.named_modules(m)
+    )
+    named = [
+        name or "the model"
+        for name, module in modules
+        if vars(module).get("requires_grad") is False
+        and any([p.requires_grad and p.grad is not None for p in internals.parameters(module)])
+    ]
+    return tuple(named[:_MAX_NAMES])
 
 
 def unregistered(

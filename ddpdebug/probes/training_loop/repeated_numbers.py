@@ -1,15 +1,22 @@
-"""Whether the epochs of a run draw the same random numbers: a seed that is set again and again, mostly by accident."""
+"""Whether the epochs or steps of a run draw the same random numbers: a seed that is set again, mostly by accident.
+
+And whether backward draws some: what is computed again for it (activation checkpointing) is to be the same again.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.training_loop.eval_dropout import generators
+from ddpdebug.probes.training_loop.modes import DROPOUTS
 from ddpdebug.schema.announcements import RepeatedNumbers
 
 #: Epochs in a row that begin in the same state.
 _EPOCHS = 3
+#: Backward passes of a run that are looked at, and such with the same numbers in a row until it is told.
+_PASSES, _SAME = 8, 4
 
 
 class Epochs:
@@ -18,6 +25,10 @@ class Epochs:
     def __init__(self) -> None:
         self._begin()
         self.told = False
+        self._passes, self._same = 0, 1
+        self._forward: tuple[int, ...] = ()  # as the newest forward began
+        self._backward: tuple[int, ...] = ()  # as the newest backward began
+        self._pass: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # both, of the newest pass
 
     def _begin(self) -> None:
         self._state: tuple[int, ...] = ()
@@ -25,6 +36,32 @@ class Epochs:
         self._in_step: tuple[int, ...] = ()  # as the first step of this epoch began
         self._steps = 0  # of this epoch
         self._draws = False
+
+    def forward(self, root: torch.nn.Module) -> None:
+        """Look at a forward that trains, as it begins."""
+        self._forward = generators(root) if self._passes < _PASSES else ()
+
+    def backward_begins(self, root: torch.nn.Module | None) -> RepeatedNumbers | None:
+        """Look at a backward that begins: the forward before it may have begun and ended as that of the pass before."""
+        self._backward = ()
+        if root is None or self._passes >= _PASSES:
+            return None
+        self._passes += 1
+        now = self._forward, generators(root)
+        self._backward = now[1]
+        draws = bool(now[0]) and now[0] != now[1]
+        self._same = self._same + 1 if draws and now == self._pass else 1
+        self._pass = now
+        return RepeatedNumbers(steps=self._same, location=user_location()) if self._same == _SAME else None
+
+    def backward_ends(self, root: torch.nn.Module | None) -> bool:
+        """Tell whether a backward of a model with dropout has drawn numbers."""
+        before, self._backward = self._backward, ()
+        if root is None or not before or before == generators(root):
+            return False
+        return any(
+            [isinstance(m, DROPOUTS) and m.p > 0 and internals.in_train_mode(m) for m in internals.modules(root)]
+        )
 
     def forget(self) -> None:
         """Begin anew: another training begins (a fold, a trial), which may begin as the one before did."""

@@ -23,6 +23,8 @@ from ddpdebug.torch_internals.graph import milestones_of, parts_of
 _IN_VAIN = 5
 #: A schedule's pace is judged after twice its length, and after so many steps of its optimizer.
 _LEAST = 32
+#: After so many steps it is known that a schedule is called with each of them.
+_PER_STEP = 8
 #: Share of the rate at which a schedule by factors has come to its end, and above which it hardly moves.
 ENDED, _MOVED = 1e-3, 0.3
 #: Classes whose `step` is not the one that they inherit.
@@ -48,6 +50,7 @@ class Calls:
     since: int = 0  # steps of its optimizer before it was made
     told: bool = False
     rates: tuple[Any, Any] = (None, None)  # shares of the rate as it was called last, and before
+    resumed: tuple[int, int] = (0, 0)  # steps of its optimizer behind it, and its own, as both begin here
     begun: int = 0  # schedules of its class and optimizer before it that another one has cut short
 
 
@@ -108,6 +111,9 @@ class Schedules:
             scheduler = calls.scheduler()
             if steps and calls.optimizer == id(optimizer) and not calls.part and is_at_its_start(scheduler):
                 self._paces.append(UnusedSchedule(class_name=type(scheduler).__name__, steps=steps, begins_again=True))
+            if steps and calls.optimizer == id(optimizer) and isinstance(at := vars(scheduler).get("last_epoch"), int):
+                calls.resumed = steps, at
+            self._falls_behind(type(scheduler).__name__, calls, number)
             if getattr(scheduler, "optimizer", None) is optimizer and calls.pending > 1:
                 found["scheduler"] = ScheduledOften(
                     class_name=type(scheduler).__name__,
@@ -115,7 +121,7 @@ class Schedules:
                     micro_batches=micro_batches,
                     location=calls.location,
                 )
-            elif number >= _IN_VAIN and calls.total >= _IN_VAIN and self._in_vain(scheduler):
+            elif number >= _IN_VAIN and calls.total >= _IN_VAIN and self._in_vain(scheduler, optimizer):
                 name = type(scheduler).__name__
                 found["elsewhere"] = ScheduledElsewhere(kind="scheduler", class_name=name, location=calls.location)
             calls.pending = 0
@@ -124,6 +130,15 @@ class Schedules:
         if self._attribute(optimizer):
             found["elsewhere"] = ScheduledElsewhere(kind="attribute", class_name=type(optimizer).__name__)
         return found
+
+    def _falls_behind(self, name: str, calls: Calls, number: int) -> None:
+        """Note a schedule that goes on with each step, from a place far behind its optimizer: that of an epoch."""
+        steps, at = calls.resumed
+        if number < _PER_STEP or not steps:
+            return
+        calls.resumed = (0, 0)
+        if 0 < at < steps / 2 and calls.total >= number - 1 and not calls.part:
+            self._paces.append(UnusedSchedule(class_name=name, steps=steps, calls=at, begins_again=True))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[tuple[Any, int]]:
         """Return the schedules of an optimizer, with how often each was called, by whomever."""
@@ -236,14 +251,20 @@ class Schedules:
             del self._calls[key]
         return list(self._calls.values())
 
-    def _in_vain(self, scheduler: Any) -> bool:
-        """Tell whether no optimizer that steps has the groups whose rates the scheduler sets."""
+    def _in_vain(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether no optimizer that steps has the groups whose rates the scheduler sets.
+
+        One that has stepped no more since another one steps what it has is one of the past.
+        """
         own = getattr(scheduler, "optimizer", None)
         if own is None:
             return False
         groups = _lists(own)
         for steps in self._steps.values():
             stepping = steps.optimizer()
+            if stepping is own and self.taken - steps.newest > _IN_VAIN and not groups & _lists(optimizer):
+                held = {id(p) for p in internals.params(own)}
+                return held.issubset([id(p) for p in internals.params(optimizer)])
             if stepping is own or (stepping is not None and groups & _lists(stepping)):
                 return False
         return True

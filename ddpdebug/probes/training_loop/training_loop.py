@@ -42,6 +42,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     Term,
     facts,
     gist,
+    is_scaled_in_part,
     made_of_softmax,
     softmax_of_one,
     target_of,
@@ -54,6 +55,7 @@ from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, un
 from ddpdebug.probes.training_loop.repeated_numbers import Epochs
 from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
+from ddpdebug.probes.training_loop.samples import Axes, Views
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.targets import Targets
 from ddpdebug.probes.training_loop.zero_grad import Clearing, evaluations
@@ -84,6 +86,8 @@ from ddpdebug.torch_internals.graph import saved_tensor
 #: Of each line that calls backward so many passes are looked at in any case.
 _FIRST_PASSES = 16
 _MAX_FACTS = 3
+#: Forwards of a model behind which its inputs are looked at again.
+_AGAIN = frozenset({32, 64, 128, 256, 512, 1024, 2048})
 #: Evaluations that are further apart than this are told alike.
 _MAX_SINCE = 32
 #: Different facts of each kind: about losses, other lines, and what is new at one.
@@ -128,6 +132,11 @@ class _Loop:
     lines: list[str | None] = field(default_factory=list)  # that called backward
     losses: LossScale = field(default_factory=LossScale)
     scale: float | None = None  # that the gradients carry
+    recomputed: bool = False  # by a backward, with other random numbers
+    attacks: bool = False  # the first backward was of a forward whose input wants a gradient
+    float16: bool = False  # a forward that trains ran under autocast to it
+    scaled: bool = False  # a loss was
+    in_part: bool = False  # a part of a loss, or one of several, has no loss scale
     clip: str | None = None  # the line that clipped scaled gradients
     touched: bool = False  # gradients were clipped or unscaled
     idle: str | None = None  # the line that clipped after a step
@@ -225,6 +234,7 @@ class Recipe:
         self._beside = Beside(self._entries, self._roots, lambda fact: self.tell(fact, (fact.beside, fact.names)))
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._targets, self._moves, self._epochs = Targets(), FrozenMoves(), Epochs()
+        self._views, self._axes = Views(), Axes(self._entries)
         self._leaks, self._loop = leaks, _Loop()
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
@@ -339,8 +349,11 @@ class Recipe:
         self._end_evaluation(tensors)
         if not self._rollouts.has_batch:
             run("probe:rollouts", self._rollouts.trains, tensors())
+        run("probe:epochs", self._epochs.forward, root)
         loop = self._loop
         loop.trained += 1
+        kind = "cuda" if torch.cuda.is_initialized() else "cpu"
+        loop.float16 |= torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         modes = run("probe:modes", self._modes.in_eval, root)
         if modes is not None:
             loop.in_eval += 1
@@ -353,21 +366,33 @@ class Recipe:
         loop.rows, loop.given = {tensor.shape[0] for tensor in rows}, {tensor.data_ptr() for tensor in rows}
         loop.elements = max(loop.elements, sum(tensor.numel() for tensor in rows))
         self._forwards[key] = self._forwards.get(key, 0) + 1
-        inputs = self._inputs.get(key)
-        if inputs is None:
-            inputs = self._inputs[key] = Inputs(lambda fact: self._tell_inputs(fact, key), self._entries)
-        run("probe:inputs", inputs.begin, tensors)
+        self._look_at_inputs(root, key, tensors)
         if key in self._cuts:
             run("probe:cuts", self._cuts[key].begin, list(tensors()))
         if self._forwards[key] == 1 and not self._steps:
             self._no_grad[key] = NoGrad(root, self._entries)
             run("probe:no-grad", self._no_grad[key].begin)
+            run("probe:axes", self._axes.begin)
+
+    def _look_at_inputs(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
+        """Look at what a forward that trains is given."""
+        run, first = self._run, self._loop.trained == len(self._loop.lines) + 1
+        if alike := run("probe:views", self._views.forward, root, tensors(), first=first):
+            self.tell(alike, alike.inside)
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = Inputs(lambda fact: self._tell_inputs(fact, key), self._entries)
+        elif self._forwards[key] in _AGAIN and key in self._inputs_told:
+            number = self._forwards[key]
+            inputs = Inputs(lambda fact: self._tell_compared(fact, key, number), self._entries)
+            self._inputs[key] = inputs
+        run("probe:inputs", inputs.begin, tensors)
 
     def _tell_inputs(self, fact: InputStatistics, key: int) -> None:
         self._inputs_told[key] = fact
         self._announce(self._at(fact), key)
 
-    def _tell_evaluated(self, fact: InputStatistics, key: int) -> None:
+    def _tell_compared(self, fact: InputStatistics, key: int, forwards: int = 0) -> None:
         trained = self._inputs_told[key]
         if trained.layer == fact.layer:
             told = EvaluationInputs(
@@ -376,6 +401,7 @@ class Recipe:
                 std=fact.std,
                 trained_mean=trained.mean,
                 trained_std=trained.std,
+                forwards=forwards,
             )
             self._announce(self._at(told), key)
 
@@ -384,7 +410,7 @@ class Recipe:
         if key in self._inputs_told and not internals.in_train_mode(root):
             inputs = self._evaluated_inputs.get(key)
             if inputs is None:
-                inputs = Inputs(lambda fact: self._tell_evaluated(fact, key), self._entries)
+                inputs = Inputs(lambda fact: self._tell_compared(fact, key), self._entries)
                 self._evaluated_inputs[key] = inputs
             self._run("probe:inputs", inputs.begin, tensors)
         if not self._run("probe:modes", self._modes.evaluates_in_train, root):
@@ -417,6 +443,7 @@ class Recipe:
                 run("probe:inputs", looks[key].end)
         if key in self._no_grad:
             self._no_grad[key].release()
+        self._axes.release()
         if key in self._cuts and torch.is_grad_enabled():
             cut = run("probe:cuts", self._cuts.pop(key).end)
             if cut is not None:
@@ -463,6 +490,7 @@ class Recipe:
         for cuts in self._cuts.values():
             cuts.release()
         self._cuts.clear()
+        self._axes.release()
         for seen in self._no_grad.values():
             seen.release()
 
@@ -495,13 +523,15 @@ class Recipe:
         if self._state.in_backward:
             return
         self._run("probe:clearing", self._begin_clearing)
+        if repeated := self._run("probe:epochs", self._epochs.backward_begins, self._trains()):
+            self.tell(repeated)
         loop = self._loop
         loop.scale = self._calls.known_scale() if self._calls.is_scaled else None
         if loop.idle is not None:
             loop.clipped_nothing, loop.idle = ScaledClip(location=loop.idle, idle=True), None
         loop.lines.append(user_location())
         if loop.scale is not None:
-            loop.scales[loop.lines[-1]] = loop.scale
+            loop.scales[loop.lines[-1]], loop.scaled = loop.scale, True
 
     def _begin_clearing(self) -> None:
         optimizer = None if self._closure is None else self._closure()
@@ -526,12 +556,8 @@ class Recipe:
         found = terms(root, by_scaler=scaled)
         if "probe:recipe" not in self._guard.off:  # which begins a new list with each step
             loop.losses.note(found, root, by_scaler=scaled)
-        for term in found:
-            for fact in facts(term):
-                self._tell_once(fact, line)
-            self._run("probe:labels", self._labels.read, term)
-            target = saved_tensor(term.node, "target")
-            self._reconstructs |= target is not None and target.data_ptr() in loop.given
+            loop.in_part = loop.in_part or (scale is not None and is_scaled_in_part(root, scale))
+        self._look_at_terms(found, line)
         for given in made_of_softmax(found, root):
             self._tell_once(given, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
@@ -540,6 +566,17 @@ class Recipe:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
         if number == 1:
             self._look_at_first(found, root, scale, line)
+
+    def _look_at_terms(self, found: list[Term], line: str | None) -> None:
+        """Look at each loss function that a loss is made of."""
+        for term in found:
+            for fact in facts(term):
+                self._tell_once(fact, line)
+            self._run("probe:labels", self._labels.read, term)
+            target = saved_tensor(term.node, "target")
+            if mixed := self._run("probe:axes", self._axes.mixed, target):
+                self._tell_once(mixed, line)
+            self._reconstructs |= target is not None and target.data_ptr() in self._loop.given
 
     def _look_at_first(self, found: list[Term], root: torch.Tensor, scale: float | None, line: str | None) -> None:
         """Look at what only the first loss of a line can tell."""
@@ -571,6 +608,11 @@ class Recipe:
         """See which gradients have come."""
         if not self._state.in_backward:
             self._backwards += 1
+            loop = self._loop
+            if self._run("probe:epochs", self._epochs.backward_ends, self._trains()):
+                loop.recomputed = True
+            elif loop.input_gradient and len(loop.lines) == 1:
+                loop.attacks = True
             self._run("probe:clearing", self._end_clearing)
 
     def _end_clearing(self) -> None:
@@ -620,6 +662,10 @@ class Recipe:
             on_host = loop.scale is not None and not math.isnan(loop.scale)
             clip = ScaledClip(location=loop.clip, scale=loop.scale if on_host else None)
             self._state.since.parts[RecipeNotes].recipe["clip"] = clip
+        elif loop.in_part or (loop.scales and set(loop.lines) != set(loop.scales) and self.clearing.number() == 1):
+            self._state.since.parts[RecipeNotes].flags |= Flag.CLIPPED_SCALED
+            clip = ScaledClip(location=loop.lines[-1] if loop.lines else None, instead="part")
+            self._state.since.parts[RecipeNotes].recipe["clip"] = clip
         self._unscaled()
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
@@ -666,7 +712,7 @@ class Recipe:
         detail.update(found)
         for pace in self.schedules.paces():
             self.tell(pace)
-        if loop.clipped_nothing is not None and not loop.touched:
+        if loop.clipped_nothing is not None and not loop.touched and not self.clearing.of(optimizer).is_zero():
             flags |= Flag.CLIPPED_SCALED
             detail["clip"] = loop.clipped_nothing
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
@@ -683,18 +729,18 @@ class Recipe:
         cleared = self.clearing.before_step(optimizer)
         discarded = cleared.gone or cleared.discards
         again = loop.losses.twice and not discarded and not cleared.written
-        if cleared.carried or cleared.mixed or again:
+        attack = loop.attacks and len(set(loop.lines)) > 1 and not discarded and not cleared.written
+        kinds = {"loss": cleared.mixed, "attack": attack, "again": loop.recomputed, "twice": again}
+        kind = None if cleared.carried else next(iter([name for name, holds in kinds.items() if holds]), None)
+        if cleared.carried or kind is not None:
             flags |= Flag.GRADS_CARRIED
-            kind = None if cleared.carried else "loss" if cleared.mixed else "twice"
             line = loop.lines[-1] if kind == "twice" and loop.lines else user_location()
             detail["carried"] = CarriedGradients(location=line, kind=kind)
         if cleared.written and not loop.touched:
             flags |= Flag.GRADS_WRITTEN
-        scale = None if discarded or cleared.written else loop.scales.get(self.clearing.of(optimizer).line)
-        if scale is not None and scale != 1.0:
+        if not discarded and not cleared.written and (clip := self._scale(optimizer)) is not None:
             flags |= Flag.CLIPPED_SCALED
-            known = None if math.isnan(scale) else scale
-            detail["clip"] = ScaledClip(location=user_location(), scale=known, instead="step")
+            detail["clip"] = clip
         if discarded:
             flags |= Flag.GRADS_DISCARDED | (Flag.GRADS_GONE if cleared.gone else Flag(0))
             kind = "all" if cleared.gone else "end of epoch" if loop.new_epoch else "micro-batches"
@@ -716,6 +762,15 @@ class Recipe:
             flags |= Flag.STEPPED_TWICE
             detail["twice"] = twice
         return flags
+
+    def _scale(self, optimizer: torch.optim.Optimizer) -> ScaledClip | None:
+        """Say which loss scale the gradients carry that an optimizer uses, or that they never had one they need."""
+        loop = self._loop
+        scale = loop.scales.get(self.clearing.of(optimizer).line)
+        if scale is not None and scale != 1.0:
+            return ScaledClip(location=user_location(), scale=None if math.isnan(scale) else scale, instead="step")
+        never = loop.float16 and not loop.scaled and loop.lines
+        return ScaledClip(location=loop.lines[-1], instead="never") if never else None
 
     def _twice(self, optimizer: torch.optim.Optimizer) -> SteppedTwice | None:
         """Say which parameters another optimizer has stepped with the same gradients."""

@@ -23,6 +23,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.nested import tensors_in
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.loaders import Loaders
@@ -38,7 +39,8 @@ from ddpdebug.probes.training_events import (
     Woken,
 )
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
-from ddpdebug.schema.announcements import Announcement, TrainModeValidation, ValidationLine
+from ddpdebug.probes.training_loop.samples import Known
+from ddpdebug.schema.announcements import Announcement, TokenChange, TrainModeValidation, ValidationLine
 
 #: What a line computes at every step belongs to the step (a target, a number for the log): an evaluation comes so many
 #: steps after the one before, or computes so many losses.
@@ -122,7 +124,7 @@ class Evaluations:
         self._last: dict[_Line, int] = {}
         self._followed: _Line | None = None
         self._choices = self._left_out = 0
-        self._train_mode = _TrainMode(state, tell)
+        self._train_mode, self._known = _TrainMode(state, tell), Known()
         bus.on("probe:evaluation", StepBegan, self.end)
         bus.on("probe:evaluation", StepEnded, self.begin)
         bus.on("probe:evaluation", Woken, self.begin)
@@ -149,34 +151,36 @@ class Evaluations:
         self._read_newest()
         if torch.is_grad_enabled():
             self.release()
+            self._known.trains(event.tensors())
         elif not self._hook.is_on and not internals.in_train_mode(internals.unwrap_compiled(event.ddp.module)):
             self._forwards += 1
 
-    def _train(self, _: ModuleForwardBegan) -> None:
+    def _train(self, event: ModuleForwardBegan) -> None:
         """Look at the forward of a model without DDP that begins."""
         self._read_newest()
         if torch.is_grad_enabled():
             self.release()
+            self._known.trains(list(tensors_in((event.args, event.kwargs))))
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
-        del args
         is_root = any([ref() is module for ref in self._roots])
         if torch.is_grad_enabled():
             if is_root:
                 self.release()
         elif is_root:
-            self._model_ran(module, output)
+            self._model_ran(module, args, output)
         elif self._source == "modules" and issubclass(type(module), internals.LOSS_MODULES):
             self.look(output, f"by {_name(module)}")
 
-    def _model_ran(self, model: nn.Module, output: Any) -> None:
+    def _model_ran(self, model: nn.Module, args: Any, output: Any) -> None:
         if internals.in_train_mode(model):
             samples = self._loaders.samples
             self._train_mode.ran(model, on_other_data=samples is not None and samples != self._trained_on)
             return
         self._forwards += 1
+        self._known.evaluates(list(tensors_in(args)))
         if self._source == "modules" and (loss := loss_in(output)) is not None:
             self.look(loss, _OUTPUT)
 
@@ -229,6 +233,7 @@ class Evaluations:
         self._train_mode.end()
         self._count()
         if not self._losses:
+            self._known.ends(evaluated=False)
             return
         step, losses, self._losses = state.next_step(), self._losses, {}
         found = {
@@ -240,6 +245,9 @@ class Evaluations:
             noted = state.since.parts[Losses]
             noted.validation.append(found[self._followed].reader())
             noted.seen = True
+        if known := self._known.ends(evaluated=bool(found)):
+            line = None if self._followed is None else self._followed[0]
+            self._tell(TokenChange(targets="trained", length=known, location=line))
 
     def _count(self) -> None:
         """Count an evaluation of which no loss is known."""

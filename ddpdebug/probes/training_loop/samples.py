@@ -1,0 +1,127 @@
+"""What a model is given, sample by sample: alike within a batch, trained on before, or taken for another dimension.
+
+Rows are known by fingerprints of their bytes in host memory; nothing else is asked of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.fingerprint import row_fingerprints
+from ddpdebug.probes.entries import Entries
+from ddpdebug.probes.training_loop.modes import DROPOUTS
+from ddpdebug.probes.training_loop.rollouts import with_rows
+from ddpdebug.schema.announcements import LossBroadcast, RepeatedDeliveries
+
+#: Forwards that are looked at for what their rows have in common, all of which are to show it; rows of these.
+_FORWARDS, _LEAST = 4, 8
+#: Rows of one forward, and of all, that are remembered as trained on; bytes that tell one from another.
+_ROWS, _MAX_ROWS, _ROW_BYTES = 64, 1 << 14, 16
+#: Share of the rows of each forward of an evaluation that were trained on, and evaluations until it is told.
+_KNOWN, _EVALUATIONS = 0.25, 2
+
+
+class Views:
+    """Whether the rows of the first batches are all one, or their two halves are, or two forwards of a step."""
+
+    def __init__(self) -> None:
+        self._looked = self._rows = self._halves = self._again = 0  # forwards, and of these such that show it
+        self._before: tuple[list[int], list[int]] = ([], [])  # digests and addresses of the newest forward
+
+    def forward(self, root: nn.Module, tensors: Sequence[torch.Tensor], *, first: bool) -> RepeatedDeliveries | None:
+        """Look at a forward that trains, the first one since a backward or another one."""
+        if self._looked >= 2 * _FORWARDS:
+            return None
+        rows = [t for t in with_rows(tensors) if len(t) >= _LEAST]
+        floats = [t for t in rows if t.is_floating_point()]
+        halves = [row_fingerprints(t, t.nbytes // 2, 2) for t in floats if not len(t) % 2]
+        digests = [value for t in floats for value in row_fingerprints(t, t.nbytes, 1)]
+        places = [t.data_ptr() for t in floats]
+        again = not first and digests == self._before[0] and set(places).isdisjoint(self._before[1])
+        self._before = digests, places
+        self._looked += 1
+        self._rows += bool(rows) and all([len({*row_fingerprints(t, t.nbytes // len(t), _ROWS)}) == 1 for t in rows])
+        self._halves += bool(halves) and all([len(half) == 2 and half[0] == half[1] for half in halves])
+        self._again += again and bool(digests)
+        if self._looked == self._rows == _FORWARDS:
+            return RepeatedDeliveries(batches=_FORWARDS, again=0, inside="rows")
+        views = self._again == _FORWARDS or self._looked == self._halves == _FORWARDS
+        if not views or self._rows or any([isinstance(m, DROPOUTS) and m.p > 0 for m in internals.modules(root)]):
+            return None  # dropout makes two views of one
+        return RepeatedDeliveries(batches=_FORWARDS, again=0, inside="views")
+
+
+class Known:
+    """Whether evaluations are given what is trained on, and nothing else."""
+
+    def __init__(self) -> None:
+        self._trained: set[int] = set()
+        self._seen = self._new = self._evaluations = 0
+
+    def trains(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remember rows that are trained on."""
+        if len(self._trained) < _MAX_ROWS:
+            self._trained.update(_rows(tensors))
+
+    def evaluates(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Look at a forward of an evaluation."""
+        rows = _rows(tensors)
+        known = sum(row in self._trained for row in rows)
+        self._seen += known
+        self._new += not rows or known < _KNOWN * len(rows)
+
+    def ends(self, *, evaluated: bool) -> int:
+        """Return how many samples of several evaluations were trained on, where it was all that they had; then once."""
+        seen, new, self._seen, self._new = self._seen, self._new, 0, 0
+        if not evaluated or not (seen or new) or self._evaluations < 0:
+            return 0
+        self._evaluations = self._evaluations + 1 if seen >= _LEAST and not new else 0
+        if self._evaluations < _EVALUATIONS:
+            return 0
+        self._evaluations = -1
+        return seen
+
+
+class Axes:
+    """Whether a layer that wants time first is given the batch first, in the first forward."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._hook = entries.before_modules("probe:axes", self._look)
+        self._seen: dict[str, tuple[int, ...]] = {}
+
+    def begin(self) -> None:
+        """Look at the forward that begins now."""
+        if not internals.anything_compiled():
+            self._hook.on((nn.RNNBase, nn.MultiheadAttention))
+
+    def release(self) -> None:
+        """Take the hook away."""
+        self._hook.off()
+
+    def _look(self, module: nn.Module, args: Any) -> None:
+        given = args[0] if args else None
+        time_first = internals.own_attribute(module, "batch_first", True) is False
+        if time_first and type(given) is torch.Tensor and given.dim() == 3 and 1 not in given.shape[:2]:
+            self._seen.setdefault(type(module).__name__, tuple(given.shape))
+
+    def mixed(self, target: torch.Tensor | None) -> LossBroadcast | None:
+        """Name a layer whose time has as many entries as there are targets, one for each sample, if there is one."""
+        rows = 0 if target is None or not target.dim() or target.numel() != len(target) else len(target)
+        layers = [(name, shape) for name, shape in self._seen.items() if shape[0] == rows]
+        if not layers or any([shape[1] == rows for shape in self._seen.values()]):
+            return None
+        self._seen.clear()
+        return LossBroadcast(loss="", layer=layers[0][0], prediction=layers[0][1])
+
+
+def _rows(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return fingerprints of the rows of the first tensor that has some that can be told apart."""
+    for tensor in with_rows(tensors):
+        if tensor.is_floating_point() and tensor.nbytes // len(tensor) >= _ROW_BYTES:
+            return row_fingerprints(tensor, tensor.nbytes // len(tensor), _ROWS)
+    return []
