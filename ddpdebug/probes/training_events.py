@@ -37,7 +37,8 @@
 
         model.load_state_dict(...)               Paused, Loaded
 
-A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead. Beside the loop:
+A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead, one that is
+evaluated around its DDP has EvaluationForwardBegan and EvaluationForwardEnded. Beside the loop:
 DDPBuilds, DDPBuilt, NoSyncEntered, HookRegistered, OptimizerBuilt, OptimizerEnded, SchedulerBuilt, CollectiveBegan,
 Gathered, Averaged, SubsetMade, GroupEnds.
 
@@ -225,6 +226,22 @@ class ModuleForwardEnded(Event):
 @dataclass(frozen=True, slots=True)
 class ModuleForwardFailed(Event):
     """The forward of a model that no DDP wraps has raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationForwardBegan(Event):
+    """A model that a DDP wraps is called around the wrapper, without gradients and in eval mode."""
+
+    module: torch.nn.Module
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationForwardEnded(Event):
+    """It returns."""
+
+    module: torch.nn.Module
+    outputs: Tensors
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

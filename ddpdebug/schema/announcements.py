@@ -948,7 +948,9 @@ class TokenChange(Announcement):
     scope: ClassVar[Scope] = Scope.ALONE
 
     step: int | None = None
-    targets: str  # "moved" by one position against the inputs, "same": beside them, or "twice": moved by two
+    #: "moved" by one position against the inputs, "same": beside them, or "twice": moved by two; "trained": what an
+    #: evaluation was given had been trained on, `length` samples.
+    targets: str
     before: float = 0.0  # of the outputs before the token
     here: float = 0.0  # of that at its place
     behind: float = 0.0  # of those behind it

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddpdebug.instrument.probes import Probes
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.step_state import Clock
-from ddpdebug.schema.announcements import AwaitedLoader, Loader
+from ddpdebug.schema.announcements import AwaitedLoader, Loader, RepeatedDeliveries
 
 
 class Items(Dataset[torch.Tensor]):
@@ -101,3 +101,36 @@ def test_a_new_loader_gets_no_number_of_a_living_one(said: list[tuple[Any, int |
     for loader in (new, newer, kept):
         iter(loader)
     assert [number for announced, number in said if isinstance(announced, Loader)] == [0, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("indices", "trains", "told"),
+    [
+        (list(range(5)) * 60, True, [(5, 300)]),
+        (list(range(5)) * 60, False, []),  # an evaluation
+        (list(range(300)), True, []),
+        ([i // 8 for i in range(300)], True, []),  # a group of views of each
+    ],
+)
+def test_a_loader_that_draws_a_few_of_many(
+    indices: list[int],
+    trains: bool,  # a parameter of a test
+    told: list[tuple[int, int]],
+) -> None:
+    """Told once, of what is trained on."""
+    announced: list[Any] = []
+    guard = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
+    probes = Probes(guard, lambda _: None, lambda fact, number=None: announced.append(fact), lambda *_: False)
+    probes.patches.install()
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    try:
+        for _ in DataLoader(torch.utils.data.TensorDataset(torch.zeros(300)), batch_size=4, sampler=indices):
+            weight.grad = torch.ones(1)
+            if trains:
+                optimizer.step()
+    finally:
+        probes.remove()
+        probes.release()
+    found = [fact for fact in announced if isinstance(fact, RepeatedDeliveries) and fact.drawn]
+    assert [(fact.different, fact.length) for fact in found] == told

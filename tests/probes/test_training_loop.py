@@ -940,6 +940,79 @@ def rule_of(fact: LossInput) -> list[Finding]:
     return list(SoftmaxBeforeLoss().compare("alone:loss", {0: fact}))
 
 
+def _forward(probes: Probes, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Call a model as a hooked one is called."""
+    probes.bus.emit(ModuleForwardBegan(model, (x,), {}))
+    out = model(x)
+    probes.bus.emit(events.ModuleForwardEnded(model, events.Tensors((x,)), events.Tensors(out)))
+    return torch.as_tensor(out).square().mean()
+
+
+def _begun() -> tuple[Probes, nn.Module, torch.optim.Optimizer]:
+    probes, model = _probes(lambda said, number=None: None), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes.state.follow(model)
+    probes.bus.emit(events.OptimizerBuilt(optimizer))
+    return probes, model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("attack", "attack"), ("cleared", None), ("two losses", None), ("other points", None)]
+)
+def test_gradients_of_the_loss_that_changes_the_input(kind: str, told: str | None) -> None:
+    """They are not to be used; a loss at other points, or another loss, may add to the first one."""
+    probes, model, optimizer = _begun()
+    x = torch.randn(8, 4).requires_grad_(kind != "two losses")
+    loss = _forward(probes, model, x)
+    probes.bus.emit(BackwardBegan([loss]))
+    loss.backward()
+    probes.bus.emit(BackwardEnded())
+    if kind == "cleared":
+        optimizer.zero_grad()
+    loss = _forward(probes, model, x.detach()[: 4 if kind == "other points" else 8] + 1.0)
+    probes.bus.emit(BackwardBegan([loss]))
+    loss.backward()
+    probes.bus.emit(BackwardEnded())
+    probes.bus.emit(events.StepBegan(optimizer, closure=False))
+    carried = probes.state.since.parts[RecipeNotes].recipe.get("carried")
+    assert (None if carried is None else carried.kind) == told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "told"),
+    [(torch.float16, False, "never"), (torch.float16, True, None), (torch.bfloat16, False, None)],
+)
+def test_float16_has_a_loss_scale(dtype: torch.dtype, *, scaled: bool, told: str | None) -> None:
+    """Where autocast computes in it, and nothing has scaled a loss."""
+    probes, model, optimizer = _begun()
+    with torch.autocast("cpu", dtype):
+        loss = _forward(probes, model, torch.randn(8, 4))
+    if scaled:
+        probes.bus.emit(events.LossScaled(torch.tensor(512.0)))
+        loss = loss * torch.tensor(512.0)
+    probes.bus.emit(BackwardBegan([loss]))
+    loss.backward()
+    probes.bus.emit(BackwardEnded())
+    if scaled:
+        probes.bus.emit(events.Unscaled())
+    probes.bus.emit(events.StepBegan(optimizer, closure=False))
+    clip = probes.state.since.parts[RecipeNotes].recipe.get("clip")
+    assert (None if clip is None else clip.instead) == told
+
+
+def test_a_module_that_was_said_to_be_frozen() -> None:
+    """An attribute of a module freezes nothing; one whose parameters are frozen may have it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad = model[1].requires_grad = False
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    audit = Audit(Built())
+    audit.built(optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    told = [audit.at_step(step, optimizer, [PlainModel(model, 0)]) for step in (0, 1)]
+    assert [getattr(fact, "attribute", None) for fact in told] == [None, ("0",)]
+
+
 def test_modes_matter_where_the_model_trains() -> None:
     """Those of a frozen body are not among those that the mode changes; a choice among the modules is told."""
     body, head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 2))

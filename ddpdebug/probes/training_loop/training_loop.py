@@ -133,7 +133,8 @@ class _Loop:
     losses: LossScale = field(default_factory=LossScale)
     scale: float | None = None  # that the gradients carry
     recomputed: bool = False  # by a backward, with other random numbers
-    attacks: bool = False  # the first backward was of a forward whose input wants a gradient
+    shapes: list[torch.Size] = field(default_factory=list)  # of what the newest forward was given
+    attacks: list[torch.Size] | None = None  # ... before the first backward, if an input wants a gradient
     float16: bool = False  # a forward that trains ran under autocast to it
     scaled: bool = False  # a loss was
     in_part: bool = False  # a part of a loss, or one of several, has no loss scale
@@ -265,6 +266,8 @@ class Recipe:
         bus.on("probe:recipe-forward", events.ForwardFailed, self._fails)
         bus.on("probe:recipe-forward", events.ModuleForwardBegan, self._module_forward)
         bus.on("probe:recipe-forward", events.ModuleForwardEnded, self._module_output)
+        bus.on("probe:recipe-forward", events.EvaluationForwardBegan, self._around)
+        bus.on("probe:recipe-forward", events.EvaluationForwardEnded, self._around_ends)
         bus.on("probe:recipe-forward", events.ModuleForwardFailed, lambda _: self.abort())
         bus.on("probe:losses", events.BackwardBegan, self._look_at_loss)
         bus.on("probe:recipe", events.BackwardBegan, self._begin_backward)
@@ -327,6 +330,18 @@ class Recipe:
         if (index := self._plain.index(event.module)) is not None:
             self._begins(event.module, index, Tensors((event.args, event.kwargs)))
 
+    def _around(self, event: events.EvaluationForwardBegan) -> None:
+        """Look at an evaluation around the wrapper as at one of it."""
+        if (index := self._index(event.module)) is not None:
+            self._begins(event.module, index, event.tensors)
+
+    def _around_ends(self, event: events.EvaluationForwardEnded) -> None:
+        if (index := self._index(event.module)) is not None:
+            self._ends(event.module, index, event)
+
+    def _index(self, module: torch.nn.Module) -> int | None:
+        return next(iter([w.index for w in self._state.wrappers if w.module() is module]), None)
+
     def _trained(self) -> Sequence[Wrapper | PlainModel]:
         """Return the models that train: those that DDPs wrap, or in one process those that none does."""
         return self._state.wrappers or self._plain.living()
@@ -364,6 +379,7 @@ class Recipe:
         loop.input_gradient |= has_input_with_gradient(tensors())
         rows = list(with_rows(tensors()))
         loop.rows, loop.given = {tensor.shape[0] for tensor in rows}, {tensor.data_ptr() for tensor in rows}
+        loop.shapes = [tensor.shape for tensor in rows]
         loop.elements = max(loop.elements, sum(tensor.numel() for tensor in rows))
         self._forwards[key] = self._forwards.get(key, 0) + 1
         self._look_at_inputs(root, key, tensors)
@@ -434,7 +450,12 @@ class Recipe:
         if (index := self._plain.index(event.module)) is not None:
             self._ends(event.module, index, event)
 
-    def _ends(self, root: torch.nn.Module, key: int, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
+    def _ends(
+        self,
+        root: torch.nn.Module,
+        key: int,
+        event: events.ForwardEnded | events.ModuleForwardEnded | events.EvaluationForwardEnded,
+    ) -> None:
         run = self._run
         if draws := run("probe:chance", self._chance.end, root):
             self.tell(replace(draws, reconstructs=self._reconstructs))
@@ -450,6 +471,7 @@ class Recipe:
                 self.tell(cut)
         if torch.is_grad_enabled() and (self._forwards.get(key) == 2 or self._stage.begins):
             if not self._stage.begins:
+                assert not isinstance(event, events.EvaluationForwardEnded)
                 run("probe:unregistered", self._unregistered, root, event)
             self._stage.begins = False
             run("probe:audit", self.audit.output, root, event.outputs())
@@ -612,7 +634,7 @@ class Recipe:
             if self._run("probe:epochs", self._epochs.backward_ends, self._trains()):
                 loop.recomputed = True
             elif loop.input_gradient and len(loop.lines) == 1:
-                loop.attacks = True
+                loop.attacks = loop.shapes
             self._run("probe:clearing", self._end_clearing)
 
     def _end_clearing(self) -> None:
@@ -729,7 +751,7 @@ class Recipe:
         cleared = self.clearing.before_step(optimizer)
         discarded = cleared.gone or cleared.discards
         again = loop.losses.twice and not discarded and not cleared.written
-        attack = loop.attacks and len(set(loop.lines)) > 1 and not discarded and not cleared.written
+        attack = loop.attacks == loop.shapes and len(set(loop.lines)) > 1 and not discarded and not cleared.written
         kinds = {"loss": cleared.mixed, "attack": attack, "again": loop.recomputed, "twice": again}
         kind = None if cleared.carried else next(iter([name for name, holds in kinds.items() if holds]), None)
         if cleared.carried or kind is not None:

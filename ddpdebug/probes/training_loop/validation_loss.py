@@ -32,10 +32,13 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import (
     Bus,
     CollectiveBegan,
+    EvaluationForwardBegan,
+    EvaluationForwardEnded,
     ForwardBegan,
     ModuleForwardBegan,
     StepBegan,
     StepEnded,
+    Tensors,
     Woken,
 )
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
@@ -114,6 +117,7 @@ class Evaluations:
         self._source = source
         entries = entries_of(guard)
         self._threads, self._hook = entries.threads, entries.after_modules("probe:evaluation", self._ran)
+        self._bus, self._before = bus, entries.before_modules("probe:evaluation", self._runs)
         self.without_loss = 0  # evaluations of which no loss was seen
         self._begun = False
         self._trained_on: int | None = None  # number of samples
@@ -145,6 +149,8 @@ class Evaluations:
         self._roots = [weakref.ref(model) for model in models]
         losses = internals.LOSS_MODULES if self._source == "modules" else ()
         self._hook.on({*map(type, models), *losses})
+        if self._state.wrappers:
+            self._before.on({*map(type, models)})
 
     def _forward(self, event: ForwardBegan) -> None:
         """Look at a DDP forward that begins: one with gradients ends an evaluation."""
@@ -164,8 +170,23 @@ class Evaluations:
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
+    def _runs(self, module: nn.Module, args: Any) -> None:
+        if self._is_around(module):
+            self._bus.emit(EvaluationForwardBegan(module, Tensors(args)))
+
+    def _is_around(self, module: nn.Module) -> bool:
+        """Tell whether a model is evaluated around its DDP."""
+        return (
+            not torch.is_grad_enabled()
+            and not internals.in_train_mode(module)
+            and any([ref() is module for ref in self._roots])
+            and not any([wrapper.in_forward for wrapper in self._state.wrappers])
+        )
+
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         is_root = any([ref() is module for ref in self._roots])
+        if is_root and self._state.wrappers and self._is_around(module):
+            self._bus.emit(EvaluationForwardEnded(module, Tensors(output)))
         if torch.is_grad_enabled():
             if is_root:
                 self.release()
@@ -231,9 +252,9 @@ class Evaluations:
             self._begun = True
         self._read_newest()
         self._train_mode.end()
-        self._count()
+        if known := self._known.ends(evaluated=self._count()):
+            self._tell(TokenChange(targets="trained", length=known))
         if not self._losses:
-            self._known.ends(evaluated=False)
             return
         step, losses, self._losses = state.next_step(), self._losses, {}
         found = {
@@ -245,19 +266,17 @@ class Evaluations:
             noted = state.since.parts[Losses]
             noted.validation.append(found[self._followed].reader())
             noted.seen = True
-        if known := self._known.ends(evaluated=bool(found)):
-            line = None if self._followed is None else self._followed[0]
-            self._tell(TokenChange(targets="trained", length=known, location=line))
 
-    def _count(self) -> None:
-        """Count an evaluation of which no loss is known."""
+    def _count(self) -> bool:
+        """Tell whether there was an evaluation, and count one of which no loss is known."""
         forwards, self._forwards = self._forwards, 0
         if not forwards:
-            return
+            return False
         step = self._state.next_step()
         since, self._evaluated = step - self._evaluated, step
-        if (since >= APART or forwards >= MANY) and not (self._losses or self._calls.tells_validation):
-            self.without_loss += 1
+        evaluated = since >= APART or forwards >= MANY
+        self.without_loss += evaluated and not (self._losses or self._calls.tells_validation)
+        return evaluated
 
     def _follows(self, found: dict[_Line, _Losses]) -> bool:
         """Tell whether the line that is followed took part in this evaluation; choose one."""
@@ -277,8 +296,9 @@ class Evaluations:
         return True
 
     def release(self) -> None:
-        """Take the hook away."""
+        """Take the hooks away."""
         self._hook.off()
+        self._before.off()
 
 
 class _TrainMode:
