@@ -13,7 +13,7 @@ from ddpdebug.schema.row import Flag
 _OWN = {rank: {"record_digest": digest(90, rank)} for rank in range(4)}
 _FEW: Fields = {
     "title": "a few samples of the data set are trained on again and again",
-    "phase": "few",
+    "phase": "few samples",
     "causes": (
         "`WeightedRandomSampler` with the weights of the classes, where it wants one for each sample",
         "a list of positions in another list, of classes, or a debug setting in the place of the data set's indices",
@@ -25,6 +25,7 @@ _FEW: Fields = {
 }
 _INSIDE: dict[str, Fields] = {
     "rows": {
+        "phase": "equal samples",
         "title": "all samples of a batch are the same",
         "causes": (
             "a list or replay memory keeps references to one array that is written anew each time: `copy()` is missing",
@@ -34,6 +35,7 @@ _INSIDE: dict[str, Fields] = {
         "actions": ("print two rows of a batch side by side", "store `observation.copy()`, or `tensor.clone()`"),
     },
     "views": {
+        "phase": "equal views",
         "title": "the two views of each sample are the same, and nothing is dropped",
         "causes": (
             "both views are drawn from generators with the same seed, or from one that is put back in between",
@@ -116,7 +118,7 @@ class RepeatedBatch(Detector):
         for what, said in _INSIDE.items():
             if same := {rank: fact for rank, fact in told.items() if fact.inside == what}:
                 evidence = {"first_batches": next(iter(same.values())).batches}
-                yield self.finding(step=0, ranks=tuple(same), phase=what, evidence=evidence, **said)
+                yield self.finding(step=0, ranks=tuple(same), evidence=evidence, **said)
         if few := {rank: fact for rank, fact in told.items() if fact.drawn}:
             one = next(iter(few.values()))
             evidence = {"samples_drawn": one.drawn, "different": one.different, "of": one.length}

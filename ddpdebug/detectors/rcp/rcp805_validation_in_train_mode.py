@@ -22,7 +22,7 @@ _COLLECTED: Fields = {
 _BESIDE: dict[str, Fields] = {
     "frozen": {
         "title": "a frozen part of the model is in train mode: its running statistics do not stay",
-        "phase": "frozen",
+        "phase": "frozen part",
         "causes": (
             "`model.train()` at the start of an epoch has put the part back that was in eval mode",
             "`requires_grad_(False)` was thought to be enough: it does not keep BatchNorm from counting",
@@ -32,7 +32,7 @@ _BESIDE: dict[str, Fields] = {
     },
     "last": {
         "title": "running statistics are those of the last batch: eval mode depends on which one that was",
-        "phase": "last",
+        "phase": "momentum",
         "causes": ("`momentum` as other libraries have it: torch's is the share of the newest batch, 0.1 as a rule",),
         "actions": ("give `1 - momentum`: 0.01 for what is 0.99 elsewhere",),
     },

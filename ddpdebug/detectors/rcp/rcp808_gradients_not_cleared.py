@@ -51,7 +51,7 @@ _OTHERS: dict[str | None, Fields] = {
     "again": {
         "severity": Severity.WARNING,
         "title": "backward computes a part of the forward again, with other random numbers",
-        "phase": "again",
+        "phase": "computed again",
         "causes": (
             "activation checkpointing with `preserve_rng_state=False` over dropout: gradients are of another mask",
             "checkpointing by hand that does not put the generators back",

@@ -48,7 +48,7 @@ _OTHERS: dict[str | None, Fields] = {
     "never": {
         "severity": Severity.WARNING,
         "title": "float16 is trained without a loss scale: small gradients become zero",
-        "phase": "never",
+        "phase": "float16",
         "causes": (
             "`autocast(dtype=torch.float16)` without `GradScaler`, or with one that is not enabled",
             "a change from bfloat16, which needs no scaler, to float16",
@@ -58,7 +58,7 @@ _OTHERS: dict[str | None, Fields] = {
     "part": {
         "severity": Severity.WARNING,
         "title": "a part of the losses has no loss scale, and is unscaled with the others",
-        "phase": "part",
+        "phase": "partly scaled",
         "causes": (
             "`scaler.scale(loss) + other`, or a second `backward()` of a loss that was not given to `scaler.scale`",
             "a penalty whose gradients are added to scaled ones",

@@ -19,7 +19,7 @@ _FACT = {
 _AXES: Fields = {
     "severity": Severity.WARNING,
     "title": "a layer that wants time first is given the batch first: it runs over the samples",
-    "phase": "axes",
+    "phase": "batch first",
     "causes": (
         "`batch_first=True` is missing in `nn.LSTM`, `nn.GRU`, `nn.MultiheadAttention` or a transformer layer",
         "intended: attention between the samples of a batch",

@@ -36,7 +36,7 @@ _TWICE: Fields = {
 }
 _TRAINED: Fields = {
     "title": "evaluations are given what was trained on before, and nothing else",
-    "phase": "trained",
+    "phase": "training data",
     "subject": ("validation data",),
     "causes": (
         "the validation loader is made of the training set: a copied line, a split that is not used",
