@@ -146,6 +146,8 @@ class Evaluations:
             self.release()
             return
         models = self._state.models()
+        if {id(ref()) for ref in self._roots} != set(map(id, models)):
+            self._known = Known()  # of a fold: what another model has trained on is new to this one
         self._roots = [weakref.ref(model) for model in models]
         losses = internals.LOSS_MODULES if self._source == "modules" else ()
         self._hook.on({*map(type, models), *losses})
