@@ -121,7 +121,7 @@ class RepeatedBatch(Detector):
                 yield self.finding(step=0, ranks=tuple(same), evidence=evidence, **said)
         if few := {rank: fact for rank, fact in told.items() if fact.drawn}:
             one = next(iter(few.values()))
-            drawn = {"samples_drawn": one.drawn, "different": one.different, "of": one.length}
+            drawn: dict[str, Any] = {"samples_drawn": one.drawn, "different": one.different, "of": one.length}
             yield self.finding(step=one.step, ranks=tuple(few), location=one.location, evidence=drawn, **_FEW)
         again = {
             r: fact for r, fact in told.items() if fact.again > 0 and fact.again >= self.repeated_share * fact.batches
