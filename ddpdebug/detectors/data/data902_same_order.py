@@ -18,7 +18,7 @@ HISTORY = 8192
 _ORDER = {"step": 30, "sampler": "Repeated", "set_epoch": True, "epoch": 0, "indices": 64, "location": "train.py:40"}
 _LOADER: dict[str, Any] = {"distributed": True, "shuffle": True, "epoch": 0, "replicas": 4, "length": 800}
 _RESUMED: Fields = {
-    "title": "the sampler begins with its first epoch although the run goes on",
+    "title": "the sampler starts again at its first epoch after a resume",
     "causes": (
         "a resume that restores model and optimizer, and counts epochs from 0: the orders of the first ones come again",
         "intended: training on, on other data",

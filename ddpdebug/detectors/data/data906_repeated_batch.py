@@ -36,7 +36,7 @@ _INSIDE: dict[str, Fields] = {
     },
     "views": {
         "phase": "equal views",
-        "title": "the two views of each sample are the same, and nothing is dropped",
+        "title": "both augmented views of each sample are equal",
         "causes": (
             "both views are drawn from generators with the same seed, or from one that is put back in between",
             "the transform runs once, and its result is used twice",

@@ -12,7 +12,7 @@ from ddpdebug.schema.announcements import EvaluationInputs, InputStatistics
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "from_bytes": None, "step": 4}
 _DIVIDED = {**_USUAL, "std": 0.001, "min": 0.0, "max": 1.01 / 255, "from_bytes": 0.01}
 _LATER: Fields = {
-    "title": "inputs are prepared otherwise than at the beginning of the run",
+    "title": "inputs are scaled differently than at the beginning of the run",
     "phase": "later",
     "causes": (
         "a transform works in place on a data set that is held in memory: each epoch it changes what the last one left",
@@ -153,7 +153,7 @@ class InputScale(Detector):
                 yield self.finding(step=fact.step, ranks=tuple(ranks), **_LATER, **about)
                 return
             yield self.finding(
-                title="inputs of the evaluation are prepared otherwise than those that are trained on",
+                title="evaluation inputs are scaled differently than training inputs",
                 step=fact.step,
                 ranks=tuple(ranks),
                 subject=(f"input of the first {fact.layer}",),

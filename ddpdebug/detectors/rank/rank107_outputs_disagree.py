@@ -267,7 +267,7 @@ class OutputsDisagree(Detector):
         shown = _shown(own)
         everybody = all(change is not None for change in own.values())
         yield self.finding(
-            title="a number that the model computes with has changed on some ranks only",
+            title="a number that the model computes with was changed on some ranks only",
             severity=Severity.WARNING,
             step=min(change.step for changes in found.values() for change in changes.values() if change is not None),
             last_step=max(fact.step or 0 for fact in told.values()),

@@ -27,7 +27,7 @@ _DIVERGENCE: Fields = {
 }
 _UNNORMALISED: Fields = {
     "severity": Severity.WARNING,
-    "title": "a loss takes logarithms of probabilities, and what it is given adds up to more than one",
+    "title": "a loss expects log-probabilities, and its inputs are not normalised",
     "phase": "not normalised",
     "causes": ("logits are given as they are: `nll_loss` and `ctc_loss` have no `log_softmax` inside",),
     "actions": ("`logits.log_softmax(-1)` before the loss, over the classes",),

@@ -21,7 +21,7 @@ _COLLECTED: Fields = {
 }
 _BESIDE: dict[str, Fields] = {
     "frozen": {
-        "title": "a frozen part of the model is in train mode: its running statistics do not stay",
+        "title": "a frozen part of the model is in train mode: its running statistics still change",
         "phase": "frozen part",
         "causes": (
             "`model.train()` at the start of an epoch has put the part back that was in eval mode",
@@ -31,13 +31,13 @@ _BESIDE: dict[str, Fields] = {
         "actions": ("call `eval()` on the part after each `model.train()`, best in an own `train()` of the model",),
     },
     "last": {
-        "title": "running statistics are those of the last batch: eval mode depends on which one that was",
+        "title": "running statistics follow the last batch alone: BatchNorm momentum is close to 1",
         "phase": "momentum",
         "causes": ("`momentum` as other libraries have it: torch's is the share of the newest batch, 0.1 as a rule",),
         "actions": ("give `1 - momentum`: 0.01 for what is 0.99 elsewhere",),
     },
     "stays": {
-        "title": "a model beside the trained one runs in train mode, and nobody changes it",
+        "title": "a frozen model (teacher, reference) runs in train mode",
         "phase": "train mode",
         "causes": (
             "a teacher, reference, reward or feature model that was made, or copied from one, in train mode",
@@ -47,7 +47,7 @@ _BESIDE: dict[str, Fields] = {
         "actions": ("call `eval()` on it once, and again after a `train()` of what holds it",),
     },
     "follows": {
-        "title": "an average of the weights is evaluated with statistics that do not follow",
+        "title": "averaged weights are evaluated with BatchNorm statistics that are not averaged",
         "phase": "statistics",
         "causes": (
             "the average is taken of `parameters()` alone: BatchNorm's running statistics are buffers",

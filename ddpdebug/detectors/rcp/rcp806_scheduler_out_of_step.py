@@ -55,7 +55,7 @@ _LONG: Fields = {
     "actions": ("compute the total from `len(loader)` of one rank, divided by the accumulation steps",),
 }
 _AGAIN: Fields = {
-    "title": "the schedule begins again although the optimizer goes on",
+    "title": "the schedule starts again although the optimizer was restored",
     "phase": "resume",
     "causes": (
         "a resume that loads model and optimizer, and not the scheduler",

@@ -40,7 +40,7 @@ class LearningRateZero(Detector):
 
     code = "RCP807"
     severity = Severity.WARNING
-    title = "the learning rate is zero or never reaches the optimizer"
+    title = "the learning rate is zero, or changes to it do not reach the optimizer"
     wants = ("recipe",)
     rate_faded = Threshold(
         1e-06,

@@ -13,7 +13,7 @@ from ddpdebug.schema.row import Flag
 _OTHERS: dict[str | None, Fields] = {
     "loss": {
         "severity": Severity.WARNING,
-        "title": "a step uses gradients that another loss has left",
+        "title": "the optimizer step uses gradients left over from another loss",
         "phase": "another loss",
         "causes": (
             "a GAN: what the one model's loss has left in the other is not cleared before the other's own backward",
@@ -26,7 +26,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "twice": {
         "severity": Severity.WARNING,
-        "title": "a loss is given to backward twice in one step",
+        "title": "backward is called twice on the same loss in one step",
         "phase": "twice",
         "causes": (
             "`loss.backward(retain_graph=True)`, and then backward of a sum in which that loss is as well",
@@ -37,7 +37,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "attack": {
         "severity": Severity.WARNING,
-        "title": "a step uses gradients of the loss that has changed the input",
+        "title": "the optimizer step uses gradients of the loss that changed the input (adversarial example)",
         "phase": "attack",
         "causes": (
             "adversarial examples: the backward that gives `x.grad` fills the parameters' gradients as well",
@@ -50,7 +50,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "again": {
         "severity": Severity.WARNING,
-        "title": "backward computes a part of the forward again, with other random numbers",
+        "title": "activation checkpointing recomputes the forward with different random numbers",
         "phase": "computed again",
         "causes": (
             "activation checkpointing with `preserve_rng_state=False` over dropout: gradients are of another mask",

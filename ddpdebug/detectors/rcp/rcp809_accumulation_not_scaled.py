@@ -29,14 +29,14 @@ _SAID: dict[str, Fields] = {
         "actions": ("leave the loss as it is: DDP divides the sum of the gradients by the number of ranks",),
     },
     "other number": {
-        "title": "the loss is divided by another number than that of its micro-batches",
+        "title": "the loss is not divided by the number of micro-batches of the step",
         "causes": (
             "the number that divides the loss is an older setting, or another one than the loop counts by",
             "intended: a loss of one term with a weight of its own",
         ),
     },
     "uneven": {
-        "title": "micro-batches of different size count alike",
+        "title": "micro-batches of different size have the same weight",
         "causes": (
             "each micro-batch averages over its own labels, and these means are averaged",
             "padding and ignored labels leave very different numbers in the micro-batches",

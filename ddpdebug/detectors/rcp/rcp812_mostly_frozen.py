@@ -24,7 +24,7 @@ _NORMS: Fields = {
     ),
 }
 _OUTPUT: Fields = {
-    "title": "the output layer is frozen, and what is before it trains",
+    "title": "the output layer is frozen while the layers before it train",
     "phase": "output layer",
     "causes": (
         "a filter that matches the new layer instead of the pre-trained ones: a `not` too many or too few",
@@ -40,7 +40,7 @@ _OUTPUT: Fields = {
 
 
 _ATTRIBUTE: Fields = {
-    "title": "what was meant to be frozen trains: `requires_grad` was set on a module",
+    "title": "a module meant to be frozen still trains: `requires_grad` was set on the module, not on its parameters",
     "phase": "attribute",
     "causes": ("`module.requires_grad = False` makes an attribute that nobody reads: only parameters have one",),
     "actions": ("`module.requires_grad_(False)`, before DDP and optimizer are built",),

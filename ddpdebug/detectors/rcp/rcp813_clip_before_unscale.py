@@ -13,7 +13,7 @@ from ddpdebug.schema.row import Flag
 _OTHERS: dict[str | None, Fields] = {
     "idle": {
         "severity": Severity.WARNING,
-        "title": "gradients are clipped when no step uses them",
+        "title": "gradients are clipped after the step, or before backward: no step uses the result",
         "phase": "after the step",
         "causes": (
             "clipping stands after `optimizer.step()`, or before `backward()`: the step sees gradients as they came",
@@ -24,7 +24,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "nothing": {
         "severity": Severity.WARNING,
-        "title": "what is clipped has no gradients: the step sees them as they came",
+        "title": "clipping is given parameters without gradients: nothing is clipped",
         "phase": "no gradients",
         "causes": (
             "`params = model.parameters()` is a generator, and the optimizer or the first clipping has used it up",
@@ -34,7 +34,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "step": {
         "severity": Severity.WARNING,
-        "title": "a step uses gradients that still carry the loss scale",
+        "title": "the optimizer step uses gradients that are still multiplied by the loss scale",
         "phase": "still scaled",
         "causes": (
             "`optimizer.step()` instead of `scaler.step(optimizer)`: nothing unscales, or looks for infinities",
@@ -47,7 +47,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "never": {
         "severity": Severity.WARNING,
-        "title": "float16 is trained without a loss scale: small gradients become zero",
+        "title": "float16 training without a GradScaler: small gradients become zero",
         "phase": "float16",
         "causes": (
             "`autocast(dtype=torch.float16)` without `GradScaler`, or with one that is not enabled",
@@ -57,7 +57,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "part": {
         "severity": Severity.WARNING,
-        "title": "a part of the losses has no loss scale, and is unscaled with the others",
+        "title": "one of several losses is not scaled, but its gradients are unscaled with the others",
         "phase": "partly scaled",
         "causes": (
             "`scaler.scale(loss) + other`, or a second `backward()` of a loss that was not given to `scaler.scale`",

@@ -64,7 +64,7 @@ class GradientsThrownAway(StepHabit):
 
     code = "RCP816"
     severity = Severity.ERROR
-    title = "gradients are cleared between backward and the step that should use them"
+    title = "gradients are cleared after backward and before the optimizer step"
     flag = Flag.GRADS_DISCARDED
     unless = Flag.INPUT_GRADIENT  # those of an attack, or of a penalty, are thrown away on purpose
     key = "discarded"

@@ -24,7 +24,7 @@ _FACT = {
 }
 _SAME = {**_FACT, "targets": "same", "before": 0.0, "behind": 0.6, "module": None}
 _TWICE: Fields = {
-    "title": "the targets of a language model are its inputs, moved by two positions",
+    "title": "language model targets are shifted twice: by two positions",
     "phase": "twice",
     "ranks": (),
     "subject": ("targets",),
@@ -35,7 +35,7 @@ _TWICE: Fields = {
     "actions": ("give a model that moves its labels itself `labels=tokens`", "or move them outside, and only there"),
 }
 _TRAINED: Fields = {
-    "title": "evaluations are given what was trained on before, and nothing else",
+    "title": "evaluation uses the training data only",
     "phase": "training data",
     "subject": ("validation data",),
     "causes": (
@@ -146,7 +146,7 @@ class TargetLeak(EventRule):
         shift = [text for text in prose["remedy"] if "tokens[:, 1:]" in text]
         return {
             "ranks": (),
-            "title": "the targets of a language model are its inputs, not moved by one position",
+            "title": "language model targets are not shifted by one position",
             "subject": ("targets",),
             "evidence": evidence,
             "causes": [_UNMOVED, *prose["causes"]],

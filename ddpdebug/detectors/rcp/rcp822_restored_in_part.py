@@ -23,7 +23,7 @@ _SAID: dict[str, Fields] = {
         ),
     },
     "overwritten": {
-        "title": "weights that were loaded are others when training begins",
+        "title": "loaded weights were changed before training begins",
         "causes": (
             "an initialisation runs over the model after the load (`model.apply(init)`, a constructor's last line)",
             "another rank has loaded nothing, or something else, and its weights were broadcast",
@@ -32,7 +32,7 @@ _SAID: dict[str, Fields] = {
         "actions": ("load last: after the model is built, initialised and changed, and before DDP wraps it",),
     },
     "itself": {
-        "title": "a load restores nothing: what is loaded are the model's own tensors",
+        "title": "`load_state_dict` restores nothing: the state is the model's own tensors",
         "causes": (
             "`best = model.state_dict()` keeps references, no copy: they have changed with each step since",
             "the weights that an evaluation has put aside were kept in the same way",
@@ -40,7 +40,7 @@ _SAID: dict[str, Fields] = {
         "actions": ("keep `copy.deepcopy(model.state_dict())`, or clones on the CPU, or a file",),
     },
     "average": {
-        "title": "weights are loaded into the model, and not into the average that follows it",
+        "title": "weights are loaded into the model but not into its averaged copy (EMA)",
         "causes": (
             "a resume that loads the model, while its average (EMA, mean teacher, target network) was made before",
             "the average is made from the model before pretrained weights are loaded into that",
@@ -52,7 +52,7 @@ _SAID: dict[str, Fields] = {
         ),
     },
     "ended": {
-        "title": "the schedule is over as training begins: the rate is next to nothing",
+        "title": "the learning rate schedule is already over when training begins",
         "causes": (
             "a new stage (fine-tuning, more epochs) that loads the schedule and the optimizer of a finished run",
             "loading the schedule has put the old length in the place of the new one",
@@ -63,7 +63,7 @@ _SAID: dict[str, Fields] = {
         ),
     },
     "optimizer": {
-        "title": "the schedule goes on and the optimizer begins without its state",
+        "title": "the schedule was restored but the optimizer's state was not",
         "causes": (
             "a resume that loads model and scheduler, and not the optimizer",
             "the optimizer is made anew after its state was loaded",
@@ -72,7 +72,7 @@ _SAID: dict[str, Fields] = {
         "actions": ("save `optimizer.state_dict()` in the checkpoint, and load it after the optimizer is made",),
     },
     "rebuilt": {
-        "title": "what keeps state from step to step is made anew again and again, and begins anew each time",
+        "title": "an optimizer, scaler or schedule is created again and again and loses its state each time",
         "causes": (
             "optimizer, schedule or loss scaler is made inside of the loop, or in a function that each epoch calls",
             "intended: rounds, as federated averaging has them, or restarts",
