@@ -133,8 +133,8 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
         put_in={whole_name(name): (own.norm, *own.sums) for name, (own, _, _) in pieces.items()},
         got={whole_name(name): (place, total) for name, (_, place, total) in pieces.items()},
         gathered=_hex({whole_name(name): value for name, value in gathered.table(record)[1].items()}),
-        kept=tuple(map(whole_name, gathered.names_kept(record))),
-        waiting=tuple(map(whole_name, gathered.names_waiting(record))),
+        kept=tuple([whole_name(name) for name in gathered.names_kept(record)]),
+        waiting=tuple([whole_name(name) for name in gathered.names_waiting(record)]),
     )
 
 
