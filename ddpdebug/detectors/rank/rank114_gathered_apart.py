@@ -42,9 +42,8 @@ class GatheredApart(Detector):
     Impact: the ranks compute gradients of different models and average them; or, with phase `kept`, the model stays
     as it was when it was gathered, while the optimizer moves parts that nothing reads.
 
-    Diagnosis: without a phase the ranks that got other bytes than most are named, and with two ranks both; which
-    piece is off says who sent it. Phase `kept`: `module.unshard()` is then without effect, as the module is gathered
-    already; the loss does not fall although parameters change.
+    Diagnosis: without a phase the ranks that got other bytes than most are named, and with two ranks both. `kept`: the
+    module was not gathered again after the optimizer's step; the loss does not fall although parts change.
 
     Causes:
     - communication of the script's own (`set_custom_all_gather`) that returns before the buffer is filled, or fills a
@@ -82,7 +81,7 @@ class GatheredApart(Detector):
         told = step.answers(Gradients)
         if kept := step.ranks_with(Flag.KEPT_GATHERED):
             names = sorted({name for own in told.values() for name in own.kept})
-            evidence = {"parameters": len(names)}
+            evidence: dict[str, Any] = {"parameters": len(names)}
             yield self.finding(step, ranks=tuple(kept), subject=tuple(names[:MAX_NAMES]), evidence=evidence, **_STALE)
         for shown in _apart(step):
             tables_of = {rank: told[rank].gathered for rank in shown if rank in told and told[rank].gathered}
