@@ -35,6 +35,7 @@ from ddpdebug.probes.random_draws import RandomDraws
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Recorder
 from ddpdebug.probes.replicas import Replicas
+from ddpdebug.probes.shard_gathers import ShardGathers
 from ddpdebug.probes.shard_reductions import ShardReductions
 from ddpdebug.probes.step_digests import StepDigests
 from ddpdebug.probes.step_state import StepState
@@ -151,6 +152,7 @@ class Probes:
         self.digests = StepDigests(bus, state, want_norms=want_norms)
         self.replicas = Replicas(bus, state, guard)
         self.shard_reductions = ShardReductions(bus, state, guard)
+        self.shard_gathers = ShardGathers(bus, state, guard)
         self.last_state = LastState(bus, state, guard, hand_over_last or hand_over, due)
         self.end_numbers = EndNumbers(bus, state, guard, self.numerics, hand_over)
         self.captures.subscribe(bus, state)

@@ -21,6 +21,7 @@ from ddpdebug.probes.optimizers import GroupSettings
 from ddpdebug.probes.record import StepRecord
 from ddpdebug.probes.recorder import Forwards
 from ddpdebug.probes.replicas import Copies
+from ddpdebug.probes.shard_gathers import Gathered
 from ddpdebug.probes.shard_reductions import ShardSums
 from ddpdebug.probes.step_digests import FrozenDigests, GradientDigests, ParameterDigests, StateDigests
 from ddpdebug.probes.step_state import StepState
@@ -119,6 +120,7 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
     local_sums, local_norms, reduced_sums, reduced_norms = gradients.checksums()
     shards = record.since.parts.get(ShardSums)
     pieces = {} if shards is None else shards.table(record)
+    gathered = record.since.parts.get(Gathered) or Gathered()
     return Gradients(
         digests=_hex(_split(table, record, owned=True)),
         foreign=_hex(_split(table, record, owned=False)),
@@ -130,6 +132,9 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
         step_norms=gradients.norms(),
         put_in={whole_name(name): (own.norm, *own.sums) for name, (own, _, _) in pieces.items()},
         got={whole_name(name): (place, total) for name, (_, place, total) in pieces.items()},
+        gathered=_hex({whole_name(name): value for name, value in gathered.table(record)[1].items()}),
+        kept=tuple([whole_name(name) for name in gathered.names_kept(record)]),
+        waiting=tuple([whole_name(name) for name in gathered.names_waiting(record)]),
     )
 
 

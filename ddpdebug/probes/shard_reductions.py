@@ -19,6 +19,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device, gradients
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.probes.shard_gathers import Gathered
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BackwardEnded, Bus, OptimizerBuilt
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
@@ -51,6 +52,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
     terms: list[_Term] = field(default_factory=list)
     before: dict[int, torch.Tensor | None] = field(default_factory=dict)  # of pieces that were there
     places: dict[int, int] = field(default_factory=dict)  # which piece this rank gets, -1 where they have one sum
+    copies: dict[int, int] = field(default_factory=dict)  # of what each of them becomes
     after: dict[int, torch.Tensor | None] = field(default_factory=dict)
     flags: int = 0
     is_partial: bool = False  # something was reduced in a way that is not followed
@@ -82,14 +84,14 @@ class ShardSums(Part, key="probe:shard-gradients"):
         """Return checksums by slot, whose sums over all ranks agree."""
         if not record.checked or record.sharding is None or self.is_partial or not (table := self.table(record)):
             return {"flags": self.flags}
-        holders = dict(zip(record.names, record.sharding.holders, strict=True))
+        copies = dict(zip(record.names, [self.copies.get(key, 1) for key in record.ids], strict=True))
         slots = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
         local, norms, reduced = (list[list[float]]([] for _ in range(CHECKSUM_SLOTS)) for _ in range(3))
         for name, (own, place, got) in table.items():
             weights = _weights(len(own.sums))
             local[slots[name]] += [weight * part for weight, part in zip(weights, own.sums, strict=True)]
             norms[slots[name]].append(own.norm)
-            reduced[slots[name]].append(weights[place] * got / holders[name] if holders[name] else math.nan)
+            reduced[slots[name]].append(weights[place] * got / copies[name])
         found: dict[str, Any] = {"flags": self.flags}
         for slot in range(CHECKSUM_SLOTS):
             found[f"local_norm_{slot}"] = math.hypot(*norms[slot])
@@ -129,6 +131,12 @@ class ShardReductions:
         sums = self._state.since.parts[ShardSums]
         reduction = internals.reduction_of(args, kwargs)
         if reduction is None:
+            return
+        gathered = self._state.since.parts[Gathered]
+        gathered.settle(reduction.parameters, is_apart=reduction.is_apart)
+        if reduction.kept:
+            gathered.keep(reduction.kept)
+        if not reduction.is_whole:
             sums.is_partial = True
             return
         sums.flags |= Flag.HALF_REDUCTION if reduction.is_half else 0
@@ -142,6 +150,7 @@ class ShardReductions:
                 own = grad.detach() if grad.requires_grad else grad
                 pieces = _pieces(own, rows, reduction.pieces)
                 sums.places[key] = reduction.place if len(pieces) == reduction.pieces else -1
+                sums.copies[key] = reduction.ranks // reduction.pieces
                 sums.terms.append(_Term(key, 1 / reduction.divisor, reduction.ranks, gradients.norm_of(own), pieces))
 
     def _reduced(self, _: BackwardEnded) -> None:

@@ -170,7 +170,7 @@ def _parts(layout: internals.Layout | None) -> int:
 def _text(parted: Sequence[str], *, shared: int, alone: int, local: int) -> str:
     over = f"parameters are sharded over {' and '.join(parted)}" if parted else "parameters are DTensors"
     if not shared:
-        return f"{over}: nothing is replicated, so settings, counts of steps and reductions of gradients are compared"
+        return f"{over}: nothing is replicated; settings, counts, gathers and reductions are compared"
     what = f"{over}: {shared} {'is' if shared == 1 else 'are'} compared between the ranks that hold the same part"
     what += f", {alone} {'has' if alone == 1 else 'have'} no replica" if alone else ""
     return f"{what}, {local} {'is' if local == 1 else 'are'} of single ranks (experts, stages)" if local else what

@@ -243,10 +243,12 @@ def _counts(findings: Iterable[Finding]) -> str:
 
 
 def checked(run: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the word and colour of a tile about what was looked at, by `run.json`: green only where all was."""
+    """Return the words and colour of a tile about what was looked at, by `run.json`: green only where all was."""
     known = Coverage.from_json(run.get("coverage"))
     if known is None or known.complete is None:
         return "not known", ""
+    if known.complete and known.sharding:  # what parts of parameters have no replica is not compared
+        return known.sharding.partition(": ")[2], ""
     if known.complete:
         return "everything", "good"
     essential = any(gap.weight is Weight.ESSENTIAL for gap in known.gaps)

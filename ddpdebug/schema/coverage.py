@@ -64,7 +64,7 @@ PARTS = (
 )
 #: What the probes look at -> the keys under which they go off, without their `probe:`. Those in `_NOTES` only explain.
 _PROBES = {
-    "parameters": "parameters frozen replicas built last-state structure sharding",
+    "parameters": "parameters frozen replicas built last-state structure sharding shard-parameters",
     "gradients": "gradients step-gradients shard-gradients wrapper no-sync comm-hook backward clip gather call-site",
     "optimizer": "optimizer copies by-hand row scaler hyper state threads",
     "forward": "forward batch output broadcast buffers layers constants",

@@ -71,6 +71,9 @@ class Gradients(Detail):
     # where FSDP2 reduces: sums of what this rank put in, divided, by the piece that they go to, after their norm
     put_in: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     got: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # the piece it got, -1 for unknown, and its sum
+    gathered: Mapping[str, str] = field(default_factory=dict)  # what FSDP2 has gathered the parameter as
+    kept: tuple[str, ...] = ()  # parameters that stayed gathered as they are not any more
+    waiting: tuple[str, ...] = ()  # parameters of which FSDP2 had gradients at the step that it had not reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,8 @@ class Flag(IntFlag):
     ALONE = 1 << 51  # the step was not to be watched: this rank has a row of it because a number was not finite
     SHARDED = 1 << 52  # the optimizer steps DTensors: ranks hold parts of parameters, and share some of these
     CLIPPED_ALL = 1 << 53  # the parameters that clipping was given are those of the optimizer that have gradients
+    KEPT_GATHERED = 1 << 54  # a backward ran with gathered parameters that are not the parts which the rank holds
+    SHARDS_UNREDUCED = 1 << 55  # FSDP2 had gradients of a backward at the step that it had not reduced, or not for all
     AVERAGED = 1 << 48  # with LOCAL_ONLY, where no rank has said so but later steps have shown it
 
 
@@ -211,6 +213,9 @@ class Row(NamedTuple):
     # of gradients at the step, where an optimizer steps DTensors and all were clipped by one 2-norm
     part_norm: float = float("nan")  # 2-norm of all that this rank holds
     share_norm: float = float("nan")  # its share: squares of all ranks add up to those of the whole gradient
+    # parameters as FSDP2 has gathered them for the step's forwards and backwards, in checked steps
+    gathered_key: int = 0  # the same on all ranks that have gathered from each other, and on no others
+    gathered_values: int = 0
 
     @property
     def local_sums(self) -> tuple[float, ...]:
@@ -273,7 +278,7 @@ DIGESTS = tuple([name for name in Row._fields if name.endswith("_digest")])
 
 
 def _kind(name: str) -> str:
-    if name.endswith("_digest") or name.startswith("class_"):
+    if name.endswith("_digest") or name.startswith(("class_", "gathered_")):
         return "Q"
     return "d" if isinstance(Row._field_defaults[name], float) else "q"
 

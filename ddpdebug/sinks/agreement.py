@@ -6,6 +6,7 @@ declares as intended (sharded state, local SGD, Join) do not count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ddpdebug.schema.row import Flag
@@ -40,6 +41,13 @@ def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
         step.memo["dissenters"] = _dissenters(step)
     found: Mapping[str, frozenset[int]] = step.memo["dissenters"]
     return found
+
+
+def is_certified(step: Step) -> bool:
+    """Whether what all ranks put into FSDP2's gathers, or into its reductions, was held against what they got."""
+    rows = step.rows.values() if step.any(Flag.SHARDED) and len(step.rows) > 1 else ()
+    gathered = all(row.gathered_values for row in rows)
+    return bool(rows) and (gathered or all(math.isfinite(value) for row in rows for value in row.reduced_sums))
 
 
 def _dissenters(step: Step) -> dict[str, frozenset[int]]:

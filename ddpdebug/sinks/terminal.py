@@ -38,7 +38,7 @@ from ddpdebug.sinks import (
     Trouble,
     Waiting,
 )
-from ddpdebug.sinks.agreement import dissenters
+from ddpdebug.sinks.agreement import dissenters, is_certified
 from ddpdebug.sinks.prometheus.discovery import scrape_snippet
 from ddpdebug.sinks.text import (
     ENDED,
@@ -313,7 +313,8 @@ class Summary:
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
         sharded = record.step.any(Flag.SHARDED) and "optimizer_state" in outvoted  # what there is to compare
         parted = any(outvoted.values())  # in settings too, which are compared in steps that are not checked
-        self.compared += sharded or parted or bool({"parameters", "gradients"} & outvoted.keys())
+        certain = sharded or is_certified(record.step)
+        self.compared += certain or parted or bool({"parameters", "gradients"} & outvoted.keys())
         if parted:
             self.disagreed += 1
             self._parted[record.step.optimizer] = record.step.step

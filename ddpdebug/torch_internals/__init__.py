@@ -34,11 +34,14 @@ from ddpdebug.torch_internals.collectives import (
     members_of_groups as members_of_groups,
 )
 from ddpdebug.torch_internals.dtensors import (
+    Gathering as Gathering,
     Layout as Layout,
     Place as Place,
     Reduction as Reduction,
     any_distributed as any_distributed,
+    fsdp_gathers as fsdp_gathers,
     fsdp_reductions as fsdp_reductions,
+    gathering_of as gathering_of,
     has_stages as has_stages,
     held_here as held_here,
     is_distributed as is_distributed,
@@ -49,6 +52,7 @@ from ddpdebug.torch_internals.dtensors import (
     own_part as own_part,
     ranks_of_averages as ranks_of_averages,
     reduction_of as reduction_of,
+    waits as waits,
 )
 from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddpdebug.torch_internals.names import FSDP_COLLECTIVES, FSDP_GROUP, FSDP_REDUCE, FSDP_STATE, inherits
+from ddpdebug.torch_internals.names import (
+    FSDP_COLLECTIVES,
+    FSDP_GATHER,
+    FSDP_GROUP,
+    FSDP_REDUCE,
+    FSDP_STATE,
+    inherits,
+)
 from ddpdebug.torch_internals.trees import modules
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -120,34 +127,93 @@ class Reduction(NamedTuple):
     divisor: float  # of their sum
     is_half: bool  # on the way gradients have 16 bits
     is_custom: bool  # what communicates is not torch's own
+    kept: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]  # parameters that stay gathered: own piece, and own part
+    is_whole: bool = True  # all that was added up is what comes of it
+    is_apart: bool = False  # replicas wait for a later backward to add up theirs
+
+
+class Gathering(NamedTuple):
+    """The parameters of one part that FSDP2 wraps, as it has gathered them from `ranks`."""
+
+    parameters: Sequence[Any]  # the sharded ones
+    gathered: Sequence[torch.Tensor]  # of each, all pieces one after the other
+    holders: Sequence[Any]  # what FSDP2 keeps of each, for `waits`
+    ranks: tuple[int, ...]
 
 
 def fsdp_reductions() -> tuple[ModuleType, str] | None:
     """Return where the function is by which FSDP2 reduces gradients; None where nothing has loaded it."""
+    return _of_fsdp(FSDP_REDUCE)
+
+
+def fsdp_gathers() -> tuple[ModuleType, str] | None:
+    """Return where the function is by which FSDP2 lays out what it has gathered, likewise."""
+    return _of_fsdp(FSDP_GATHER)
+
+
+def _of_fsdp(name: str) -> tuple[ModuleType, str] | None:
     home = sys.modules.get(FSDP_COLLECTIVES)
-    return None if home is None or not hasattr(home, FSDP_REDUCE) else (home, FSDP_REDUCE)
+    return None if home is None or not hasattr(home, name) else (home, name)
+
+
+def _arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return inspect.signature(getattr(sys.modules[FSDP_COLLECTIVES], name)).bind(*args, **kwargs).arguments
+
+
+def gathering_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gathering:
+    """Read what that function was called with, once it has returned."""
+    given = _arguments(FSDP_GATHER, args, kwargs)
+    parameters = [parameter for parameter in given["fsdp_params"] if len(parameter.all_gather_outputs) == 1]
+    return Gathering(
+        parameters=[parameter.sharded_param for parameter in parameters],
+        gathered=[parameter.all_gather_outputs[0] for parameter in parameters],
+        holders=parameters,
+        ranks=tuple(dist.get_process_group_ranks(given["group"])),
+    )
+
+
+def waits(holder: Any) -> bool:
+    """Whether a backward has left a gradient of a gathered parameter that nobody has reduced."""
+    whole = getattr(holder, "unsharded_param", None)
+    return holder.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _kept(parameter: Any, pieces: int, place: int) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
+    """Return of a parameter that stays gathered what it was gathered as of this rank's part, and the part; or None."""
+    gathered, part = parameter.all_gather_outputs, held_here(parameter.sharded_param)
+    if parameter.sharded_state.name != "UNSHARDED" or len(gathered) != 1 or parameter.fsdp_placement.dim:
+        return None
+    if not pieces or gathered[0].numel() % pieces or type(part) not in _PLAIN or part.device != gathered[0].device:
+        return None
+    piece = gathered[0].detach().view(pieces, -1)[place, : part.numel()]
+    return parameter.sharded_param, piece, part.detach().reshape(-1).to(piece.dtype)
 
 
 def reduction_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reduction | None:
-    """Read what that function is called with; None where the ranks' gradients are not all added up by it."""
-    given = inspect.signature(getattr(sys.modules[FSDP_COLLECTIVES], FSDP_REDUCE)).bind(*args, **kwargs).arguments
+    """Read what that function is called with; None where there is nothing to reduce."""
+    given = _arguments(FSDP_REDUCE, args, kwargs)
     scatter, gather, grads = given["reduce_scatter_group"], given["all_reduce_group"], [*given["unsharded_grads"]]
-    if not grads or (gather is not None and not (given["all_reduce_grads"] and given["partial_reduce_output"] is None)):
+    if not grads:
         return None
+    apart = gather is not None and not given["all_reduce_grads"]
     pieces = 1 if scatter is None else scatter.size()
     ranks = pieces * (1 if gather is None else gather.size())
     factor = given["gradient_divide_factor"]
     by_rows = [parameter.fsdp_placement.dim == 0 for parameter in given["fsdp_params"]]
+    place = 0 if scatter is None else scatter.rank()
     return Reduction(
         parameters=[parameter.sharded_param for parameter in given["fsdp_params"]],
         gradients=grads,
         rows=[-(-g.shape[0] // pieces) if first and g.dim() else 0 for first, g in zip(by_rows, grads, strict=True)],
         pieces=pieces,
-        place=0 if scatter is None else scatter.rank(),
+        place=place,
         ranks=ranks,
         divisor=float(ranks if factor is None else factor),
         is_half=(given["reduce_dtype"] or grads[0].dtype) not in {torch.float32, torch.float64},
         is_custom=not type(given["reduce_scatter_comm"]).__module__.startswith("torch."),
+        is_whole=not apart and (gather is None or given["partial_reduce_output"] is None),
+        is_apart=apart,
+        kept=[found for p in given["fsdp_params"] if (found := _kept(p, pieces, place)) is not None],
     )
 
 

@@ -430,6 +430,14 @@ FSDP_REDUCE = key(
     applies=dist.is_available,
     by_doctor=True,
 )
+_GATHERS = Feature("how FSDP2 gathers parameters", "what ranks have gathered is not compared")
+FSDP_GATHER = key(
+    f"{FSDP_COLLECTIVES}.foreach_all_gather_copy_out",
+    _GATHERS,
+    found=functools.partial(_fsdp_has, FSDP_COLLECTIVES, "foreach_all_gather_copy_out"),
+    applies=dist.is_available,
+    by_doctor=True,
+)
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 

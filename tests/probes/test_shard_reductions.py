@@ -32,6 +32,7 @@ def _ranks(
     left: float | None = None,
     divisor: float = _RANKS,
     partial: bool = False,
+    holders: int = 1,
 ) -> list[tuple[ShardSums, dict[str, Any]]]:
     """Reduce one parameter's gradients over ranks that are here one after the other; return what each has noted."""
     torch.manual_seed(0)
@@ -46,14 +47,15 @@ def _ranks(
             parameter.grad = torch.full_like(parameter, left)
         for one in range(micro):
             reduction = internals.Reduction(
-                [parameter], [grads[one, rank]], [_ROWS], _RANKS, rank, _RANKS, divisor, is_half=False, is_custom=False
+                [parameter], [grads[one, rank]], [_ROWS], _RANKS, rank, _RANKS, divisor, False, False, []
             )
-            monkeypatch.setattr(internals, "reduction_of", lambda *_, found=reduction: None if partial else found)
+            reduction = reduction._replace(is_whole=not partial)
+            monkeypatch.setattr(internals, "reduction_of", lambda *_, found=reduction: found)
             probe._reduces()
             piece = wrong(rank, grads[one].sum(0)[rows] / divisor)
             parameter.grad = piece if parameter.grad is None else parameter.grad + piece
             bus.emit(BackwardEnded())
-        sharding: Any = SimpleNamespace(holders=(1,))
+        sharding: Any = SimpleNamespace(holders=(holders,))
         record = StepRecord(
             0, 0, Flag(0), state.since, checked=True, names=("w",), ids=(id(parameter),), sharding=sharding
         )
@@ -69,9 +71,13 @@ def _sums(noted: list[tuple[ShardSums, dict[str, Any]]], slot: int = 2) -> tuple
     return tuple(math.fsum(found[f"{name}_sum_{slot}"] for _, found in noted) for name in ("local", "reduced"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("how", [{}, {"micro": 3}, {"left": 0.0}, {"left": 2.0, "micro": 2}, {"divisor": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"micro": 3}, {"left": 0.0}, {"left": 2.0, "micro": 2}, {"divisor": 1.0}, {"holders": 2}],
+    ids=str,
+)
 def test_what_all_put_in_is_what_all_get(monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]) -> None:
-    """Over micro-batches, beside gradients that were there before, divided as the script says."""
+    """Over micro-batches, beside gradients that were there before, divided as the script says, on replicas over tp."""
     noted = _ranks(monkeypatch, **how)
     local, reduced = _sums(noted)
     assert reduced == pytest.approx(local, rel=1e-4)

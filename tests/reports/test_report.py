@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -19,10 +20,10 @@ from ddpdebug.disk import Disk
 from ddpdebug.progress.black_box import BlackBox
 from ddpdebug.reports.html import duration, heat_map, lines, parting, round_step, timeline
 from ddpdebug.reports.pace import ROWS, SPANS, PaceHistory
-from ddpdebug.reports.page import finding_article, report, worst_first
+from ddpdebug.reports.page import checked, finding_article, report, worst_first
 from ddpdebug.reports.reading import POINTS, Thinned, read_history
 from ddpdebug.run_directory.writer import RunDirectory
-from ddpdebug.schema.coverage import RankCoverage, Tally
+from ddpdebug.schema.coverage import Coverage, RankCoverage, Tally
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.progress import RankProgress
 from ddpdebug.schema.row import Digest, Flag, Row
@@ -134,6 +135,24 @@ def test_what_was_not_checked_is_on_the_page(tmp_path: Path) -> None:
     text = report(tmp_path / "other")
     assert '<div class="tile bad">Checked<b>nothing compared</b></div>' in text
     assert "<td>nothing is compared between the ranks: rank 1 did not &lt;b&gt;come</td>" in text
+
+
+def test_of_shards_the_page_says_what_was_compared() -> None:
+    """Parameters without a replica were not: not everything was."""
+    known: dict[str, Any] = {
+        "world": 2,
+        "compared": 2,
+        "since": 0,
+        "until": 8,
+        "newest": 8,
+        "last_checked": True,
+        "ended": True,
+    }
+    for sharding, shown in (("", "everything"), ("sharded over dp: gathers are compared", "gathers are compared")):
+        ranks = (RankCoverage(steps=9, sharding=sharding), RankCoverage(rank=1, steps=9))
+        words, colour = checked({"coverage": Coverage(**known, ranks=ranks).to_json()})
+        assert words == shown
+        assert (colour == "good") is (not sharding)
 
 
 def test_a_validation_loss_is_drawn_and_judged(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,10 +72,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def judged(step: int, *digests: int, optimizer: int = 0, flags: Flag = Flag.CHECKED) -> StepJudged:
+def judged(step: int, *digests: int, optimizer: int = 0, flags: Flag = Flag.CHECKED, **fields: Any) -> StepJudged:
     """Build a step in which the ranks have these parameters."""
     rows = {
-        rank: Row(rank=rank, step=step, flags=int(flags), loss=2.5, params_after_digest=Digest(digest))
+        rank: Row(rank=rank, step=step, flags=int(flags), loss=2.5, params_after_digest=Digest(digest), **fields)
         for rank, digest in enumerate(digests)
     }
     made = Step(step=step, optimizer=optimizer, world=len(rows), rows=rows)
@@ -344,6 +345,14 @@ def test_the_last_line_says_whether_the_last_step_was_compared(digests: tuple[st
     assert ("last step's parameters were not compared" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
 
 
+@pytest.mark.parametrize(
+    "fields", [{"gathered_values": 7}, {f"reduced_sum_{slot}": 0.5 for slot in range(8)}], ids=["gathers", "reductions"]
+)
+def test_shards_are_compared_by_what_is_gathered_or_reduced(fields: dict[str, Any]) -> None:
+    """Although no rank holds what another one holds."""
+    assert "the ranks agreed in all 1 that were compared" in summary(judged(0, 0, 0, flags=Flag.SHARDED, **fields))
+
+
 def test_the_last_line_counts_findings_by_severity() -> None:
     """The gravest first, with the file that holds them."""
     warning = replace(FINDING, code="SYNC207", severity=Severity.WARNING, id="SYNC207-1")
@@ -360,6 +369,7 @@ def test_nothing_is_called_clean_that_was_not_checked() -> None:
     assert summary() == "ddpdebug: no optimizer step was seen, so nothing was checked\n"
     assert "no findings" not in summary(judged(0, 0, 0))
     assert "nothing was compared between the ranks" in summary(judged(0, 0, 0))
+    assert "nothing was compared between the ranks" in summary(judged(0, 0, 0, flags=Flag.SHARDED))
     alone = replace(STARTED, world=1)
     assert "no findings · 1 step · one rank, nothing to compare" in summary(judged(0, 5), started=alone)
     assert summary(ended=replace(FINISHED, reason="signal SIGTERM")).startswith(

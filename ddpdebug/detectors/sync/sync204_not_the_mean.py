@@ -32,7 +32,7 @@ _U16 = 2.0**-8
 _MAYBE_HALF = Flag.HALF_REDUCTION | Flag.CUSTOM_REDUCTION
 _EXCLUDED = (
     Flag.LOSSY_REDUCTION | Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.IN_JOIN | Flag.UNSYNCED_BACKWARD | Flag.BYPASS
-) | (Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE | Flag.SHARDED_STATE)
+) | (Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE | Flag.SHARDED_STATE | Flag.SHARDS_UNREDUCED)
 
 _SUMMED: dict[str, Any] = {f"reduced_sum_{slot}": 4 * (0.3 if slot % 2 else -0.2) for slot in range(CHECKSUM_SLOTS)}
 _SHARDS = Flag.SHARDED | Flag.NO_DDP
@@ -40,6 +40,17 @@ _PIECES: dict[str, Any] = {f"reduced_sum_{slot}": 0.25 for slot in range(CHECKSU
 _PUT_IN: dict[str, Any] = {f"local_sum_{slot}": 0.25 for slot in range(CHECKSUM_SLOTS)}
 _LOST: dict[int, Any] = {2: {f"reduced_sum_{slot}": 0.0 for slot in range(CHECKSUM_SLOTS)}}
 _SLIGHTLY: dict[str, Any] = {name: 0.26 * value for name, value in _SUMMED.items()}
+_OF_SHARDS: Fields = {
+    "causes": (
+        "a function for `set_custom_reduce_scatter` or `set_all_reduce_hook` that does not fill or divide its buffer",
+        "a second scaling or reduction of gradients inside backward, in a hook of a parameter",
+        "corrupted communication: faulty link, memory or driver, if nobody touches the reduction",
+    ),
+    "actions": (
+        "take the script's own functions out and compare a step: FSDP2's reduction must make the finding disappear",
+        "without any run the vendor's collective test (for example reduce_scatter_perf) on the nodes involved",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +84,7 @@ class NotTheMean(Detector):
     the ranks whose piece is off.
 
     Causes:
-    - a comm hook (`register_comm_hook`), or one of FSDP2 (`set_all_reduce_hook`, `set_custom_reduce_scatter`), that
-      sums without dividing by the group's size, or divides twice
+    - a comm hook (`register_comm_hook`) that sums without dividing by the group's size, or divides twice
     - a hook that reduces over another group than DDP's, or returns before the reduction has finished
     - a second, manual reduction or scaling of gradients inside backward
     - corrupted communication: faulty link, memory or driver, if nobody touches the reduction
@@ -147,6 +157,7 @@ class NotTheMean(Detector):
         names, ranks = _pieces(step) if step.all(Flag.SHARDED) else (_names(step), set[int]())
         return self.finding(
             step,
+            **(_OF_SHARDS if step.all(Flag.SHARDED) else {}),
             ranks=tuple(sorted(ranks or step.rows)),
             subject=tuple(names[:MAX_NAMES]),
             evidence={
