@@ -11,6 +11,7 @@ import os
 import sys
 
 from ddpdebug.isolation.background import Thread
+from ddpdebug.processes.outermost import call_outermost
 from ddpdebug.processes.script import Target, end_with, run_script
 from ddpdebug.processes.torch_import import ImportWatch
 
@@ -77,7 +78,8 @@ def carry_out(plan: Plan) -> int:
         stacks.arm(os.environ)
     if rank.mode != RUN:
         end_with(rank.conclude)
-    run_script(Target(name=plan["name"], args=tuple(plan["args"]), module=plan["module"]), before=rank.before)
+    target = Target(name=plan["name"], args=tuple(plan["args"]), module=plan["module"])
+    call_outermost(run_script, target, rank.before)
     return 0
 
 
