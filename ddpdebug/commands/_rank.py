@@ -150,7 +150,7 @@ class Rank:
             self.monitor.close(reason, exit_code)
 
     def _account_for_nothing(self, reason: str) -> None:
-        """Say that nothing was watched: torch was not loaded, or not by way of `sys.meta_path`, or the attaching was cut."""
+        """Say that nothing was watched: torch was not loaded, or past our entry, or the attaching was cut."""
         if self.mode != RUN:
             try:
                 self.attach()  # a check has a run directory, whatever has run
