@@ -5,6 +5,7 @@ Loads next to nothing. See docs/decisions/061.
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False
@@ -73,13 +74,13 @@ class _Call(BaseException):
             _report(error)
         except KeyboardInterrupt as error:
             _report(error)
-            if not sys.flags.inspect:
+            if not _goes_on():
                 _end_of_file()
                 _end_by_interrupt()
                 return
         except BaseException as error:  # noqa: BLE001 - as the interpreter does
             _report(error)
-        if not sys.flags.inspect:  # else the interpreter goes on at its prompt
+        if not _goes_on():
             _end_of_file()
             raise SystemExit(int(failed))
 
@@ -123,6 +124,12 @@ def _report(error: BaseException) -> None:
         sys.__excepthook__(type(another), another, another.__traceback__)
         sys.stderr.write("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, trace)
+
+
+def _goes_on() -> bool:
+    """Whether the interpreter goes on at its prompt: a script may ask for that while it runs."""
+    asked = not sys.flags.ignore_environment and bool(os.environ.get("PYTHONINSPECT")) and os.isatty(0)
+    return asked or bool(sys.flags.inspect)
 
 
 def _end_of_file() -> None:
