@@ -499,7 +499,7 @@ class Monitor:
 
     def _on_group(self) -> None:
         if dist.is_available() and dist.is_initialized():
-            self.guard.run("exchange", self._rejoin if self._begun else self._begin)
+            self.guard.run("exchange", self._rejoin if self._begun and self._exchange else self._begin)
 
     def _part(self, event: GroupEnds) -> None:
         """Leave the other ranks with the job's last process group: one of ours must not outlive it.
