@@ -31,6 +31,19 @@ def unseen(function: _F) -> _F:
     return function
 
 
+@unseen
+def untraced(call: Callable[..., object], *args: object) -> object:
+    """Return `call(*args)`, unseen by a debugger or profiler that goes on behind the script's last line."""
+    trace, profile = sys.gettrace(), sys.getprofile()
+    sys.settrace(None)
+    sys.setprofile(None)
+    try:
+        return call(*args)
+    finally:
+        sys.setprofile(profile)
+        sys.settrace(trace)
+
+
 def call_outermost(function: Callable[..., object], *args: object) -> None:
     """Call a function and end the process as if it were the script: by what it raises, else with status 0.
 
@@ -74,14 +87,14 @@ class _Call(BaseException):
             _report(error)
         except KeyboardInterrupt as error:
             _report(error)
-            if not _goes_on():
-                _end_of_file()
-                _end_by_interrupt()
+            if not untraced(_goes_on):
+                untraced(_end_of_file)
+                untraced(_end_by_interrupt)
                 return
         except BaseException as error:  # noqa: BLE001 - as the interpreter does
             _report(error)
-        if not _goes_on():
-            _end_of_file()
+        if not untraced(_goes_on):
+            untraced(_end_of_file)
             raise SystemExit(int(failed))
 
 

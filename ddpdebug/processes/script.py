@@ -16,7 +16,7 @@ import marshal
 import os
 import sys
 
-from ddpdebug.processes.outermost import unseen
+from ddpdebug.processes.outermost import unseen, untraced
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,13 +108,13 @@ def run_script(target: Target, before: Callable[[], Attached | None]) -> None:
             exit_code = 130 if interrupted else 1
             if interrupted and monitor is not None and os.getpid() == process:
                 ending, monitor = monitor, None  # what was found is printed below the traceback
-                _hide_callers(error, lambda: ending.close(reason, exit_code))
+                _hide_callers(error, lambda: untraced(ending.close, reason, exit_code))
             else:
                 _hide_callers(error)
             raise
     finally:
         if monitor is not None and os.getpid() == process:  # a fork that comes home is not the rank
-            monitor.close(reason, exit_code)
+            untraced(monitor.close, reason, exit_code)
 
 
 def end_with(exit_code: Callable[[], int | None]) -> None:
