@@ -77,25 +77,23 @@ class _Call(BaseException):
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             vars(sys).pop(name, None)
         _unload()
-        failed = True
+        caught: BaseException | None = None
         try:
             self._function(*self._args)
-            failed = False
         except SystemExit as error:
             if not sys.flags.inspect:
                 raise
-            _report(error)
-        except KeyboardInterrupt as error:
-            _report(error)
-            if not untraced(_goes_on):
-                untraced(_end_of_file)
-                untraced(_end_by_interrupt)
-                return
+            caught = error
         except BaseException as error:  # noqa: BLE001 - as the interpreter does
-            _report(error)
-        if not untraced(_goes_on):
-            untraced(_end_of_file)
-            raise SystemExit(int(failed))
+            caught = error
+        if caught is not None:
+            _report(caught)
+        if untraced(_goes_on):
+            return
+        untraced(_end_of_file)
+        if not isinstance(caught, KeyboardInterrupt):
+            raise SystemExit(int(caught is not None))
+        untraced(_end_by_interrupt)
 
 
 def _only_the_interpreter_is_below() -> bool:

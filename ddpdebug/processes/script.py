@@ -269,6 +269,7 @@ def _hide_callers(error: BaseException, then: Callable[[], None] = lambda: None)
     """Let the interpreter report `error` as if the script were its outermost frame, and call `then` after that."""
     report, own = sys.excepthook, _without_wrappers(error.__traceback__)
 
+    @unseen
     def without_us(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = report
         if value is error:
