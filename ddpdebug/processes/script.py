@@ -265,7 +265,7 @@ def _said_by(error: BaseException) -> str:
     return type(error).__name__ if errors is None else str(errors.text_of(error))
 
 
-def _hide_callers(error: BaseException, then: Callable[[], None] = lambda: None) -> None:
+def _hide_callers(error: BaseException, then: Callable[[], object] = lambda: None) -> None:
     """Let the interpreter report `error` as if the script were its outermost frame, and call `then` after that."""
     report, own = sys.excepthook, _without_wrappers(error.__traceback__)
 
