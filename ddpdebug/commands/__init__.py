@@ -41,19 +41,26 @@ def _read(words: Sequence[str]) -> int | Plan:
 
 
 def _read_aside(words: Sequence[str]) -> int | Plan:
-    """Read a line in a process of its own, so that what this loads is not loaded here."""
+    """Read a line in a process of its own, so that what this loads is not loaded here.
+
+    The system takes it away at its end: who waits for a child counts what that has used as that of his children.
+    """
+    import _signal  # type: ignore[import-not-found]  # noqa: PLC0415 - built in
     import marshal  # noqa: PLC0415 - built in
 
     _flush()
+    handler = _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)
     reading, writing = os.pipe()
     try:
         process = os.fork()
     except OSError:  # no more processes
+        _signal.signal(_signal.SIGCHLD, handler)
         os.close(reading)
         os.close(writing)
         return _read(words)
     if process == 0:
         try:
+            _signal.signal(_signal.SIGCHLD, handler)
             os.close(reading)
             done: Any = _read(words)
             _flush()
@@ -67,9 +74,18 @@ def _read_aside(words: Sequence[str]) -> int | Plan:
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
         told = file.read()
-    os.waitpid(process, 0)
+    _await(process)
+    _signal.signal(_signal.SIGCHLD, handler)
     outcome: int | Plan = marshal.loads(told) if told else 1  # noqa: S302 - written by ourselves
     return outcome
+
+
+def _await(process: int) -> None:
+    """Wait for the end of a child of which nothing is left then."""
+    try:
+        os.waitpid(process, 0)
+    except ChildProcessError:
+        return
 
 
 def _flush() -> None:

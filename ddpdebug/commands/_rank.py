@@ -11,6 +11,7 @@ import os
 import sys
 
 from ddpdebug.isolation.background import Thread
+from ddpdebug.processes.outermost import call_outermost
 from ddpdebug.processes.script import Target, end_with, run_script
 from ddpdebug.processes.torch_import import ImportWatch
 
@@ -77,7 +78,8 @@ def carry_out(plan: Plan) -> int:
         stacks.arm(os.environ)
     if rank.mode != RUN:
         end_with(rank.conclude)
-    run_script(Target(name=plan["name"], args=tuple(plan["args"]), module=plan["module"]), before=rank.before)
+    target = Target(name=plan["name"], args=tuple(plan["args"]), module=plan["module"])
+    call_outermost(run_script, target, rank.before)
     return 0
 
 
@@ -88,7 +90,7 @@ class Rank:
         self._plan, self.mode = plan, plan["mode"]
         self._watch = ImportWatch("torch", self._torch_is_there)
         self._pid = os.getpid()
-        self._has_tried = False
+        self._has_tried = self._is_cut = False
         self._in_time = _thread.allocate_lock()
         self.monitor: Monitor | None = None
         self.reason: str | None = None
@@ -116,7 +118,7 @@ class Rank:
 
     def attach(self) -> None:
         """Watch this process. A failure of ours must not keep the script from running, except under `check`."""
-        self._has_tried = True
+        self._is_cut = True
         try:
             from ddpdebug.isolation.own_imports import OwnImports  # noqa: PLC0415 - torch is loaded now
 
@@ -128,6 +130,7 @@ class Rank:
             if self.mode != RUN or is_users(error):  # a signal handler's is the job's
                 raise
             _say(f"could not attach, the script runs without it: {type(error).__name__}: {error}")
+        self._has_tried, self._is_cut = True, False
 
     def _install(self) -> None:
         from ddpdebug.monitor.attach import install  # noqa: PLC0415 - torch is loaded now
@@ -147,7 +150,7 @@ class Rank:
             self.monitor.close(reason, exit_code)
 
     def _account_for_nothing(self, reason: str) -> None:
-        """Say that nothing was watched: the script has not loaded torch, or not by way of `sys.meta_path`."""
+        """Say that nothing was watched: torch was not loaded, or past our entry, or the attaching was cut."""
         if self.mode != RUN:
             try:
                 self.attach()  # a check has a run directory, whatever has run
@@ -155,6 +158,7 @@ class Rank:
                 return
         elif reason == "finished" and not self._plan["quiet"] and os.environ.get("RANK", "0") == "0":
             why = "sys.meta_path was replaced" if "torch" in sys.modules else "the script has not loaded torch"
+            why = "an interrupt of the script's came while ddpdebug attached" if self._is_cut else why
             _say(f"{why}: nothing was watched")
 
     # --- the end of a check -------------------------------------------------------------------------------------------

@@ -139,6 +139,7 @@ class Monitor:
     _pusher: Pusher | None = None  # sends a hub what the run directory has
     _failure: Failure | None = None  # of this rank, as long as nobody has heard it
     _progress_watch: ProgressWatch | None = None  # of several ranks
+    _begun, _lost = False, ""  # whether the exchange was started, and why it cannot be
     #: Called in the place of `os._exit`, where a hang ends this rank, with the hang; set before the script runs.
     ends_hang: Callable[[Finding], object] | None = None
     _hang_stop: HangStop | None = None
@@ -405,7 +406,7 @@ class Monitor:
         )
 
     def _leave(self, reason: str, error: BaseException | None) -> None:
-        if self._exchange is None and (self._steps or self.command):
+        if self._exchange is not None or self._steps or self.command:
             self._begin(alone=True)
         if reason.startswith("exception"):
             state, alone = self.probes.state, self.probes.entries.threads.alone
@@ -498,7 +499,7 @@ class Monitor:
 
     def _on_group(self) -> None:
         if dist.is_available() and dist.is_initialized():
-            self.guard.run("exchange", self._begin if self._exchange is None else self._rejoin)
+            self.guard.run("exchange", self._rejoin if self._begun and self._exchange else self._begin)
 
     def _part(self, event: GroupEnds) -> None:
         """Leave the other ranks with the job's last process group: one of ours must not outlive it.
@@ -527,17 +528,41 @@ class Monitor:
             self.numeric_guard.meet(range(self.world))
 
     def _begin(self, *, alone: bool = False) -> None:
-        """Learn who we are and start the exchange."""
-        if self._exchange is not None:
+        """Learn who we are and start the exchange, once: the next call does what an interrupt has cut."""
+        if self._begun:
             return
+        try:
+            self._go_on_beginning(alone=alone)
+        except Exception as error:
+            self._begun = not is_users(error)
+            raise
+        self._begun = True
+
+    def _go_on_beginning(self, *, alone: bool) -> None:
+        if self._exchange is None:
+            self._make_ready(alone=alone)
+        assert self._exchange is not None
+        if self._progress_watch is None:
+            self._progress_watch = self._watch_progress()
+        if self.rank == 0 and not self._has_sinks:
+            self._open_sinks(self.directory or self.config.out or run_directory(self.run_id, utc_now()))
+        while self._early:
+            self._deliver(self._early.pop(0))
+        if self._lost:
+            self._exchange.lose(self._lost)
+        else:
+            self._exchange.start()
+        self.covering.start()
+
+    def _make_ready(self, *, alone: bool) -> None:
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
         elif not alone:
             self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        lost = ""
+        self._lost = ""
         if self.world > 1:
-            lost, expected = self.groups.open_store(), self.world
-            if self.groups.store is None and not lost:
+            self._lost, expected = self.groups.open_store(), self.world
+            if self.groups.store is None and not self._lost:
                 self.rank, self.world = 0, 1
             self.covering.begin(self.rank, expected, self.groups.store, self.groups.prefix)
         if self.rank != 0 and os.environ.get("LOCAL_RANK") != "0":  # the environment may not have had the rank
@@ -553,16 +578,6 @@ class Monitor:
         connect, tick = contained(self._connect), contained(self._judge_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
         self._exchange = self._make_exchange(*calls)
-        self._progress_watch = self._watch_progress()
-        if self.rank == 0:
-            self._open_sinks(self.config.out or run_directory(self.run_id, utc_now()))
-        while self._early:
-            self._deliver(self._early.pop(0))
-        if lost:
-            self._exchange.lose(lost)
-        else:
-            self._exchange.start()
-        self.covering.start()
 
     def _make_exchange(self, *calls: Any) -> Exchange:
         kind = Exchange if self._judging.many is None else TreeExchange
@@ -712,8 +727,7 @@ class Monitor:
     def _emit(self, record: StepRecord) -> None:
         if self._closed:
             return
-        if self._exchange is None:
-            self._begin()
+        self._begin()
         assert self._exchange is not None
         if not self._steps and (device := self.guard.run("probe:place", own_device)):
             self._announce(device)

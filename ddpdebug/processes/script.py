@@ -2,18 +2,21 @@
 
 The script gets a real `__main__` module that stays until the process ends (pickling, spawned workers), its own
 `sys.argv` and `sys.path[0]`. Its exceptions leave through the interpreter's own door, which prints them, calls
-`sys.excepthook`, and sets the exit status; all that is done to them is that our frames are taken off the top. Its end
-is the interpreter's own, teardown included.
+`sys.excepthook`, and sets the exit status; our frames are in none of them. Its end is the interpreter's own, teardown
+included.
 """
 
 from __future__ import annotations
 
+import _frozen_importlib as imports
 import _frozen_importlib_external as files
 import atexit
 import builtins
 import marshal
 import os
 import sys
+
+from ddpdebug.processes.outermost import unseen, untraced
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,7 +81,8 @@ class Target:
         return None
 
 
-def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None:
+@unseen
+def run_script(target: Target, before: Callable[[], Attached | None]) -> None:
     """Run `target` to its end; return normally where it does, or was stopped, and raise what it raises.
 
     Args:
@@ -89,7 +93,8 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
     monitor = before()
     reason, exit_code = "finished", 0
     try:
-        _execute(target)
+        call, arguments = _loaded(target)
+        call(*arguments)
     except SystemExit as error:
         exit_code = _exit_code(error)
         reason = "finished" if exit_code == 0 else f"exception: {_said_by(error)}"
@@ -103,13 +108,13 @@ def run_script(target: Target, *, before: Callable[[], Attached | None]) -> None
             exit_code = 130 if interrupted else 1
             if interrupted and monitor is not None and os.getpid() == process:
                 ending, monitor = monitor, None  # what was found is printed below the traceback
-                _hide_our_frames(error, lambda: ending.close(reason, exit_code))
+                _hide_callers(error, lambda: untraced(ending.close, reason, exit_code))
             else:
-                _hide_our_frames(error)
+                _hide_callers(error)
             raise
     finally:
         if monitor is not None and os.getpid() == process:  # a fork that comes home is not the rank
-            monitor.close(reason, exit_code)
+            untraced(monitor.close, reason, exit_code)
 
 
 def end_with(exit_code: Callable[[], int | None]) -> None:
@@ -157,21 +162,26 @@ def _surround(target: Target) -> None:
         sys.path[0] = first
 
 
-def _execute(target: Target) -> None:
+@unseen
+def _loaded(target: Target) -> tuple[Callable[..., object], tuple[Any, ...]]:
+    """Return what to call to run a target, by the interpreter's own functions; `__main__` is there."""
     main = _Module("__main__")
     scope = vars(main)
     scope["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         scope["__annotations__"] = {}
     if target.module or _importer(_joined(target.name)) is not None:
+        import runpy  # noqa: PLC0415 - the interpreter loads it for these
+
+        scope["__loader__"] = imports.BuiltinImporter
         sys.modules["__main__"] = main  # seen by the packages that are imported on the way
-        code = _load_module(target, scope)
-    else:
-        code = _load_script(target.name, scope)
-        sys.modules["__main__"] = main
-    exec(code, scope)  # noqa: S102 - running the user's script is what this is for
+        return runpy._run_module_as_main, (target.name, True) if target.module else ("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
+    code = _load_script(target.name, scope)
+    sys.modules["__main__"] = main
+    return exec, (code, scope)
 
 
+@unseen
 def _load_script(name: str, scope: dict[str, Any]) -> CodeType:
     path, source = _read(name)
     is_compiled = _is_compiled(path, source)
@@ -185,6 +195,7 @@ def _load_script(name: str, scope: dict[str, Any]) -> CodeType:
     return code
 
 
+@unseen
 def _read(name: str) -> tuple[str, bytes]:
     """Return the absolute path of a script and what is in it."""
     path = _joined(name)
@@ -199,31 +210,6 @@ def _joined(name: str) -> str:
 
 def _is_compiled(path: str, source: bytes) -> bool:
     return path.endswith(".pyc") or source[:2] == files.MAGIC_NUMBER[:2]
-
-
-def _load_module(target: Target, scope: dict[str, Any]) -> CodeType:
-    """Find a module, or what a directory or zip file runs, as `python` does: by the same functions."""
-    import runpy  # noqa: PLC0415 - the interpreter loads it for these
-
-    details: Any = runpy._get_module_details if target.module else runpy._get_main_module_details  # type: ignore[attr-defined]  # noqa: SLF001
-    try:
-        _, spec, code = details(target.name, _NotThere) if target.module else details(_NotThere)
-    except _NotThere as error:
-        sys.exit(f"{sys.executable}: {error}")
-    scope.update(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,
-    )
-    if target.module:
-        sys.argv[0] = str(spec.origin)
-    return code  # type: ignore[no-any-return]
-
-
-class _NotThere(Exception):  # noqa: N818 - it leaves no frame of ours to be named in
-    """What is to be run is not there, or cannot be run, as the interpreter says it."""
 
 
 def _importer(name: str) -> object:
@@ -279,14 +265,15 @@ def _said_by(error: BaseException) -> str:
     return type(error).__name__ if errors is None else str(errors.text_of(error))
 
 
-def _hide_our_frames(error: BaseException, then: Callable[[], None] = lambda: None) -> None:
+def _hide_callers(error: BaseException, then: Callable[[], object] = lambda: None) -> None:
     """Let the interpreter report `error` as if the script were its outermost frame, and call `then` after that."""
-    report = sys.excepthook
+    report, own = sys.excepthook, _without_wrappers(error.__traceback__)
 
+    @unseen
     def without_us(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = report
         if value is error:
-            trace = _users_part(trace)
+            trace = own
             value = value.with_traceback(trace)
             sys.last_traceback = trace
         try:
@@ -297,20 +284,12 @@ def _hide_our_frames(error: BaseException, then: Callable[[], None] = lambda: No
     sys.excepthook = without_us
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from below the frames of this module on, without those of our wrappers in it."""
-    rest, ours = trace, None
-    while rest is not None:
-        if rest.tb_frame.f_code.co_filename == _users_part.__code__.co_filename:
-            ours = rest
-        rest = rest.tb_next
-    below = trace if ours is None else ours.tb_next
-    while below is not None and below.tb_frame.f_code.co_filename.startswith("<frozen importlib"):
-        below = below.tb_next
-    above = below
+def _without_wrappers(trace: TracebackType | None) -> TracebackType | None:
+    """Take the wrappers of built-in functions out of a traceback; the first frame is the script's."""
+    above = trace
     while above is not None and above.tb_next is not None:
         if above.tb_next.tb_frame.f_code.co_filename == _WRAPPERS:
             above.tb_next = above.tb_next.tb_next
         else:
             above = above.tb_next
-    return below
+    return trace

@@ -78,6 +78,7 @@ threading.Thread(target=lambda: (threading.main_thread().join(), print("thread d
 print("main done")
 """
 _HOOK_EXITS = "import sys\ndef hook(*a):\n    print('hook'); sys.exit(9)\nsys.excepthook = hook\n1 / 0"
+_HOOK_RAISES = "import sys\ndef hook(*a):\n    print(sys.exc_info()); {}['x']\nsys.excepthook = hook\n1 / 0"
 
 #: name -> (files, words after `python`)
 CASES: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -99,6 +100,7 @@ CASES: dict[str, tuple[dict[str, str], list[str]]] = {
     "syntax error in an import": ({"a.py": "import b", "b.py": "def f(:\n"}, ["a.py"]),
     "excepthook": ({"a.py": _HOOK}, ["a.py"]),
     "excepthook that exits": ({"a.py": _HOOK_EXITS}, ["a.py"]),
+    "excepthook that raises": ({"a.py": _HOOK_RAISES}, ["a.py"]),
     "exit handler": ({"a.py": _ATEXIT}, ["a.py"]),
     "pickle at exit": ({"a.py": _PICKLE_AT_EXIT}, ["a.py"]),
     "os._exit": ({"a.py": "import os; print('lost'); os._exit(5)"}, ["a.py"]),
