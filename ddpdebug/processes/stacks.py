@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from ddpdebug.clock import time
@@ -82,7 +83,10 @@ def place(text: str) -> str:
     users = next((frame for frame in frames if is_user_file(frame[0])), None)
     inner = _words(frames[0])
     if users is None:
-        begun = any(file.startswith(_OWN) and name == "_execute" for file, _, name in frames)
+        begun = any(
+            outer[2] == "run_script" and outer[0].startswith(_OWN) and not called[0].startswith(_OWN)
+            for called, outer in pairwise(frames)
+        )
         return f"in {inner}" if begun else f"before the first line of the script, in {inner}"
     return f"in {_words(users)}" + ("" if users == frames[0] else f", which waits in {inner}")
 

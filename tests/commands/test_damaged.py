@@ -251,7 +251,7 @@ def test_a_tool_that_is_no_table(tmp_path: Path, text: str) -> None:
         Config.load({}, {}, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["out", "junit", "json", "sd_dir", "record"])
+@pytest.mark.parametrize("name", ["out", "junit", "json", "sd_dir"])
 def test_a_path_with_a_nul_byte(tmp_path: Path, name: str) -> None:
     """The system takes none."""
     with pytest.raises(UsageError, match="is not valid"):

@@ -125,7 +125,9 @@ def _tracers(tree: ast.Module) -> list[str]:
 def test_nothing_traces_the_job() -> None:
     """The interpreter's slots for profilers and tracers belong to the user."""
     files = _PACKAGE.rglob("*.py")
-    assert {file.name: found for file in files if (found := _tracers(_tree(file)))} == {}
+    found = {file.name: slots for file in files if (slots := _tracers(_tree(file)))}
+    # around calls of ours behind the script's last line: the user's are taken out and put back
+    assert found == {"outermost.py": ["settrace", "setprofile", "setprofile", "settrace"]}
     for line in ("sys.setprofile(f)", "threading.settrace(f)", "from sys import setprofile", "x = sys.monitoring"):
         assert _tracers(ast.parse(line)), line
 
@@ -187,7 +189,7 @@ _TAKEN_ONCE = {
         "pytest_plugin/zygote.py": "in the process that forks ranks",
     },
     "names.update_default_group": {"torch_internals/__init__.py": "in a process that is claimed for it"},
-    "sys.settrace": {},
+    "sys.settrace": {"processes/outermost.py": "the user's own, taken out around calls of ours and put back"},
 }
 
 

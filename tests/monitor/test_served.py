@@ -152,15 +152,25 @@ def _page(url: str) -> dict[str, tuple[dict[str, str], float]]:
     return {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
 
 
+#: Processes beside this one that tests of other files have left.
+_OTHERS: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _of_others() -> None:
+    _OTHERS.clear()
+    _OTHERS.update(keepers(os.getpid()))
+
+
 def keepers(pid: int) -> list[int]:
     """Return the keepers of a process."""
-    found = []
+    found = list[int]()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = entry.read_bytes().split(b"\0")
             if any(b"ddpdebug.companion.process" in word and f", {pid})".encode() in word for word in words):
                 found.append(int(entry.parent.name))
-    return found
+    return [each for each in found if each not in _OTHERS]
 
 
 def catches(pid: int, number: int) -> bool:

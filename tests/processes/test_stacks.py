@@ -121,6 +121,9 @@ def test_place_before_the_script() -> None:
         "before the first line of the script, in torch/__init__.py:5 (<module>)"
     )
     assert stacks.place("garbage") == ""
+    ours = Path(stacks.__file__).with_name("script.py")
+    begun = f'{frame}\n  File "{ours}", line 97 in run_script'
+    assert stacks.place(f"Thread 0x1 (most recent call first):\n{begun}\n") == "in torch/__init__.py:5 (<module>)"
 
 
 def test_own_stacks(tmp_path: Path) -> None:

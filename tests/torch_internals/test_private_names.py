@@ -32,7 +32,9 @@ _DOTTED = re.compile(r"torch\.(\w+\.)*_[a-z]")
 _NOT_TORCH = {
     **dict.fromkeys(("_replace", "_fields", "_make", "_field_defaults"), "of named tuples, and documented"),
     **dict.fromkeys(("_getframe", "_current_frames", "_exit", "_is_gil_enabled"), "of `sys` and `os`, and documented"),
-    **dict.fromkeys(("_get_module_details", "_get_main_module_details"), "of runpy: what `python -m` runs"),
+    **dict.fromkeys(
+        ("_get_module_details", "_get_main_module_details", "_run_module_as_main"), "of runpy: what `python -m` runs"
+    ),
 }
 #: Strings and attributes with an underscore in front that are not torch's, by file.
 _ALLOWED = {
@@ -43,7 +45,6 @@ _ALLOWED = {
     ("pytest_plugin/pool.py", "_tmp_path_factory"): "of pytest",
     ("pytest_plugin/marked_test.py", "_setupstate"): "of pytest",
     ("pytest_plugin/stacks.py", "_pytest"): "of pytest",
-    ("sinks/prometheus/exposition.py", "_total"): "ends the names of counters",
     ("monitor/sinks.py", "_PORT"): "ends the name of a variable",
     ("printing.py", "_instances"): "of tqdm: the bars that are open",
     ("checkpoints/names.py", "_orig_mod"): "stands in the names of a checkpoint's entries",
