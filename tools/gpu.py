@@ -201,7 +201,7 @@ def page(record: Record | None) -> str:
     if remark := measured.get("remark"):
         lines += [*remark, ""]
     lines += ["## The first report of an exhausted memory", ""]
-    report = str(tests.get("report", "")).partition("\n\nat the end of the last steps:")[0]
+    report = str(tests.get("report", "")).partition("\n\nallocated on the device:")[0]
     lines += ["```", report.rstrip(), "```"] if report else ["Not run."]
     lines += [
         "",
