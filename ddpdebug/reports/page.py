@@ -52,7 +52,7 @@ article.critical, article.error { border-left-color: #C62828; } article.warning 
 dl { display: grid; grid-template-columns: 7rem 1fr; margin: .5rem 0 0; } dt { opacity: .7; } dd { margin: 0; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem 1.2rem .15rem 0; \
 overflow-wrap: anywhere; vertical-align: top; }
-code { font-size: .92em; } pre { overflow-x: auto; font-size: .85em; }
+td:first-child, th { overflow-wrap: normal; } code { font-size: .92em; } pre { overflow-x: auto; font-size: .85em; }
 @media (max-width: 44rem) { .wide { overflow-x: auto; } .wide svg { min-width: 34rem; font-size: 13px; } }
 @media print { article { break-inside: avoid; } }
 """
@@ -247,8 +247,8 @@ def checked(run: Mapping[str, Any]) -> tuple[str, str]:
     known = Coverage.from_json(run.get("coverage"))
     if known is None or known.complete is None:
         return "not known", ""
-    if known.complete and known.sharding:  # what parts of parameters have no replica is not compared
-        return known.sharding.partition(": ")[2], ""
+    if known.complete and known.sharding:  # parts of parameters that no other rank has are compared with nothing
+        return "all but sharded parts", ""
     if known.complete:
         return "everything", "good"
     essential = any(gap.weight is Weight.ESSENTIAL for gap in known.gaps)

@@ -148,7 +148,7 @@ def test_of_shards_the_page_says_what_was_compared() -> None:
         "last_checked": True,
         "ended": True,
     }
-    for sharding, shown in (("", "everything"), ("sharded over dp: gathers are compared", "gathers are compared")):
+    for sharding, shown in (("", "everything"), ("sharded over dp: gathers are compared", "all but sharded parts")):
         ranks = (RankCoverage(steps=9, sharding=sharding), RankCoverage(rank=1, steps=9))
         words, colour = checked({"coverage": Coverage(**known, ranks=ranks).to_json()})
         assert words == shown
