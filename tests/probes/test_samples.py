@@ -48,12 +48,12 @@ def test_what_makes_two_views_of_one() -> None:
 def test_evaluations_of_what_is_trained_on(share: float, expected: list[int]) -> None:
     """Told at the second one, where a part of each forward's samples is known."""
     known, trained, other = Known(), torch.randn(32, 8), torch.randn(32, 8)
-    known.trains([trained])
+    known.trains(lambda: [trained])
     number = int(8 * share)
     found = []
     for _ in range(3):
         for start in (0, 8, 16, 24):
-            known.evaluates([torch.cat([trained[start : start + number], other[: 8 - number]])])
+            known.evaluates([torch.cat([trained[start : start + number], other[: 8 - number]])].copy)
         found.append(known.ends(evaluated=True))
     assert [min(n, 16) for n in found] == expected
 
@@ -61,13 +61,13 @@ def test_evaluations_of_what_is_trained_on(share: float, expected: list[int]) ->
 def test_an_evaluation_with_data_of_its_own_beside() -> None:
     """The loss over training data is wanted beside the other one, and steps without a loss are no evaluation."""
     known, trained = Known(), torch.randn(32, 8)
-    known.trains([trained])
+    known.trains(lambda: [trained])
     for _ in range(4):
-        known.evaluates([trained[:16]])
-        known.evaluates([torch.randn(16, 8)])
+        known.evaluates(lambda: [trained[:16]])
+        known.evaluates(lambda: [torch.randn(16, 8)])
         assert not known.ends(evaluated=True)
     for _ in range(4):
-        known.evaluates([trained[:16]])
+        known.evaluates(lambda: [trained[:16]])
         assert not known.ends(evaluated=False)
 
 

@@ -5,7 +5,7 @@ Rows are known by fingerprints of their bytes in host memory; nothing else is as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,14 +63,16 @@ class Known:
         self._trained: set[int] = set()
         self._seen = self._new = self._evaluations = 0
 
-    def trains(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember rows that are trained on."""
-        if len(self._trained) < _MAX_ROWS:
-            self._trained.update(_rows(tensors))
+    def trains(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Remember rows that are trained on, as long as they are few."""
+        if len(self._trained) < _MAX_ROWS and self._evaluations >= 0:
+            self._trained.update(_rows(tensors()))
 
-    def evaluates(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Look at a forward of an evaluation."""
-        rows = _rows(tensors)
+    def evaluates(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Look at a forward of an evaluation, unless one before it was given something else."""
+        if self._new or self._evaluations < 0:
+            return
+        rows = _rows(tensors())
         known = sum(row in self._trained for row in rows)
         self._seen += known
         self._new += not rows or known < _KNOWN * len(rows)

@@ -159,7 +159,7 @@ class Evaluations:
         self._read_newest()
         if torch.is_grad_enabled():
             self.release()
-            self._known.trains(event.tensors())
+            self._known.trains(event.tensors)
         elif not self._hook.is_on and not internals.in_train_mode(internals.unwrap_compiled(event.ddp.module)):
             self._forwards += 1
 
@@ -168,7 +168,7 @@ class Evaluations:
         self._read_newest()
         if torch.is_grad_enabled():
             self.release()
-            self._known.trains(list(tensors_in((event.args, event.kwargs))))
+            self._known.trains(lambda: list(tensors_in((event.args, event.kwargs))))
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Evaluations:
             self._train_mode.ran(model, on_other_data=samples is not None and samples != self._trained_on)
             return
         self._forwards += 1
-        self._known.evaluates(list(tensors_in(args)))
+        self._known.evaluates(lambda: list(tensors_in(args)))
         if self._source == "modules" and (loss := loss_in(output)) is not None:
             self.look(loss, _OUTPUT)
 
