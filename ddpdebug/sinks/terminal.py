@@ -327,10 +327,11 @@ class Summary:
         self.interval = record.interval
 
     def end(self, steps: Mapping[int, int]) -> None:
-        """Take how many steps this rank has taken: the last ones may have had no rows."""
-        if self.steps:
-            self.steps |= Counter(steps)
-            self.last |= {optimizer: taken - 1 for optimizer, taken in steps.items() if optimizer in self.last}
+        """Take the number of the step at which each optimizer of this rank is: its last ones may have had no rows."""
+        for optimizer, last in self.last.items():  # an optimizer that is made in the middle of a run begins there
+            taken = max(last, steps.get(optimizer, 0) - 1)
+            self.steps[optimizer] += taken - last
+            self.last[optimizer] = taken
 
     def count_last(self, payload: Mapping[str, Any]) -> None:
         """Count the comparison of the parameters that the last step has left, where all ranks gave theirs."""

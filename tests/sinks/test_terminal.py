@@ -325,6 +325,12 @@ def test_the_last_line_counts_a_step_once() -> None:
     assert "disagreed in 1 of the 2 that were compared" in summary(judged(0, 5, 5), judged(1, 5, 6), last)
 
 
+def test_the_last_line_counts_the_steps_of_an_optimizer_that_is_made_later() -> None:
+    """Its steps go on with the run's numbers, and its last ones may have had no rows."""
+    steps = [judged(step, 5, 5, optimizer=step // 2) for step in range(6)]
+    assert "· 8 steps ·" in summary(*steps, ended=replace(FINISHED, steps={0: 2, 1: 4, 2: 8}))
+
+
 def test_the_last_line_takes_back_what_averaging_explains() -> None:
     """Replicas that train apart disagree only until they are seen to be averaged."""
     apart = [judged(i, 5, 6, flags=Flag.UNSYNCED_BACKWARD) for i in range(4)]
