@@ -194,7 +194,13 @@ def broken(run_jobs: Callable[..., Any], selected: set[tuple[Any, ...]]) -> dict
     for source, ranks in (BROKEN[name] for name in names):
         jobs.append({**_STEADY, "options": [], "inject": dict.fromkeys(ranks, source), "teardown": True})
     done = run_jobs(jobs)
-    return {"plain": done[0], **dict(zip(names, done[1:], strict=True))}
+    found = {"plain": done[0], **dict(zip(names, done[1:], strict=True))}
+    for name, job in zip(found, jobs, strict=True):
+        said = Path(job["cwd"]).glob("ddpdebug-runs/*/ranks/*/trouble.jsonl")
+        found[name][0]["parts"] = [
+            (path.parent.name, json.loads(line)["part"]) for path in said for line in path.read_text().splitlines()
+        ]
+    return found
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -214,11 +220,12 @@ def test_broken_part(name: str, broken: dict[str, Any], compare: Callable[..., l
     ],
 )
 def test_says_so_once(name: str, says: int, broken: dict[str, Any]) -> None:
-    """Each part that is off is named once."""
-    lines = [line for line in broken[name][0]["err"].splitlines() if "switched itself off" in line]
-    parts = [line.split(" has switched")[0] for line in lines]
-    assert len(parts) >= says
+    """Each part that is off is named once in the run directory, each cause once on the terminal."""
+    parts = broken[name][0]["parts"]
+    assert len({part for _, part in parts}) >= says
     assert len(set(parts)) == len(parts), parts
+    causes = [line.partition(": ")[2] for line in broken[name][0]["err"].splitlines() if " switched itself off" in line]
+    assert len({cause.partition(" off: ")[2] for cause in causes}) == len(causes) > 0, causes
 
 
 def _job(what: str, steps: int = 12, pause: float = 0.0, **more: Any) -> dict[str, Any]:
