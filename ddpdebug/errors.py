@@ -83,6 +83,8 @@ def text_of(error: BaseException) -> str:
     """
     kind = type(error)
     is_plain = isinstance(error, DdpdebugError) or type(kind.__str__) is type(BaseException.__str__)
+    if is_plain and len(error.args) == 1 and issubclass(cls := type(error.args[0]), str) and cls is not str:
+        return f"{kind.__name__}: {str.__str__(error.args[0])}"  # as of an error in a worker of a DataLoader
     return f"{kind.__name__}: {error}" if is_plain and not {*map(type, error.args)} - _PLAIN else kind.__name__
 
 

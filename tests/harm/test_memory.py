@@ -12,7 +12,7 @@ from ddpdebug.probes.holding import BOUND
 
 _MIB = 1 << 20
 #: What ddpdebug itself has of its code and of its records, in MiB, and what runs of the same program differ by.
-_OWN, _NOISE = 24, 4
+_OWN, _NOISE = 28, 4
 _SITUATIONS = [
     "accumulation", "uneven", "one_huge", "scaler", "token_ids", "dictionaries", "views", "worker", "losses_kept",
     "evaluation", "many", "clipped", "raw",
