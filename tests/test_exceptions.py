@@ -17,7 +17,7 @@ class _Word(str):
     __repr__ = __str__
 
 
-class _Loud(RuntimeError):
+class _LoudError(RuntimeError):
     def __str__(self) -> str:
         raise AssertionError
 
@@ -33,7 +33,7 @@ class _Loud(RuntimeError):
         ),
         (ValueError(_Word("its text")), "ValueError: its text"),
         (ValueError(_Word("its text"), 3), "ValueError"),
-        (_Loud("its text"), "_Loud"),
+        (_LoudError("its text"), "_LoudError"),
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
         (ValueError(object()), "ValueError"),
     ],
