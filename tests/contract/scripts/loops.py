@@ -85,6 +85,7 @@ def ordinary():
     data = Subset(TensorDataset(*(torch.cat([part] * 4) for part in batch(8))), range(32))
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data), num_workers=1)
     held_out = DataLoader(TensorDataset(*batch(8)), batch_size=4)
+    KEPT.append(model)
     if RANK == 0:
         ddpdebug.watch(model, optimizer).agree(torch.ones(4, 8))
     for epoch in range(2):
