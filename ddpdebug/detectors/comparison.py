@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpdebug.detectors.base import Fields, RankClasses
 from ddpdebug.schema.announcements import Items, Loader, MeshPlace, Structure, WrapperGroup
-from ddpdebug.schema.details import whole_name
+from ddpdebug.schema.details import Contract, Gradients, Parameters, differing_names
 from ddpdebug.schema.row import CLASS_KINDS, CLASS_SLOTS, Flag
 from ddpdebug.schema.step import Blamed, Step, outvoted
 
@@ -172,9 +172,26 @@ def values_of(by_rank: Mapping[int, Mapping[str, Any]], name: str) -> dict[str, 
     return {str(rank): table.get(name) for rank, table in sorted(by_rank.items())}
 
 
-def are_of_one_model(tables: Collection[Mapping[str, Any]]) -> bool:
-    """Whether tables by parameter have the same names, whichever part of each a rank holds."""
-    return len({frozenset(map(whole_name, table)) for table in tables}) < 2
+def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
+    """Whether each rank trains parameters of its own by these names, where no DDP is involved.
+
+    Stages of a pipeline have not the same names and shapes. Experts differed before the first step, when the gradients
+    of other parameters were already averaged.
+
+    Args:
+        shared: what the rules of a run share; what is known of an optimizer stays.
+    """
+    known: dict[int, set[str] | None] = shared.setdefault("own parameters", {})  # None: all
+    if step.optimizer not in known and step.all(Flag.NO_DDP):
+        tables = {rank: told.foreign for rank, told in step.answers(Gradients).items()}
+        if len({told.parameters for told in step.answers(Contract).values()}) > 1:
+            known[step.optimizer] = None
+        elif step.any(Flag.FIRST) and len(tables) > 1:
+            odd, all_names = set(differing_names(tables)), {name for table in tables.values() for name in table}
+            apart = set(differing_names({rank: told.before for rank, told in step.answers(Parameters).items()}))
+            known[step.optimizer] = apart if odd <= apart and odd < all_names else set()
+    own = known.get(step.optimizer, set())
+    return own is None or (bool(own) and own >= {*names})
 
 
 def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpdebug import torch_internals as internals
+from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.forensics.memory.holder_search import HolderSearch
 from ddpdebug.probes.async_copy import Later
 from ddpdebug.probes.buffers import BufferLooks
@@ -140,10 +140,13 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
 
 def _contract(record: StepRecord, sources: Sources) -> Contract:
     unreduced: dict[str, str] = {}
+    shapes: list[object] = []
     for name, parameter, _, owner in sources.state.watch_of(record.optimizer).table:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
+        if owner is None:
+            shapes.append((name, *parameter.shape))
     wrappers, calls = tuple(sources.state.wrappers), record.since.parts[StepCalls]
     bypass = record.contract.bypass
     site = next(iter([w.call_site.location for w in wrappers if w.call_site and w.call_site.location]), None)
@@ -153,6 +156,7 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
         unreduced=unreduced,
         gathered=tuple(calls.gathered),
         clips=tuple(calls.clips),
+        parameters="" if any(record.owned) else hex_digest(fingerprint.of_text(repr(shapes))),
         find_unused=any([ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None]),
     )
 

@@ -189,6 +189,7 @@ class Contract(Detail):
     gathered: tuple[Gathered, ...] = ()
     clips: tuple[Clip, ...] = ()
     find_unused: bool = False  # some wrapper looks for unused parameters
+    parameters: str = ""  # a digest of the names and shapes of the optimizer's, where no DDP owns any of them
 
 
 # --- numbers that are not finite --------------------------------------------------------------------------------------

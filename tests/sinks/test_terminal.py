@@ -298,7 +298,7 @@ def test_the_last_line_counts_a_step_that_was_found_to_differ_at_the_end() -> No
         own = {"flags": flags, "foreign_params_digest": "00"}
         rows = {"0": {**own, "params_after_digest": "05"}, "1": {**own, "params_after_digest": "06"}}
         last = Saved(kind="last_state", payload={"optimizer": 0, "step": 1, "rows": rows})
-        assert ("disagreed in 1 of the 1 that were compared" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
+        assert ("disagreed in 1 of the 2 that were compared" in summary(judged(0, 5, 5), judged(1, 0, 0), last)) is said
 
 
 def test_what_the_broadcast_repairs_is_said_when_it_matters() -> None:
@@ -329,6 +329,13 @@ def test_the_last_line_counts_the_steps_of_an_optimizer_that_is_made_later() -> 
     """Its steps go on with the run's numbers, and its last ones may have had no rows."""
     steps = [judged(step, 5, 5, optimizer=step // 2) for step in range(6)]
     assert "· 8 steps ·" in summary(*steps, ended=replace(FINISHED, steps={0: 2, 1: 4, 2: 8}))
+
+
+def test_the_last_line_says_that_ranks_train_parameters_of_their_own() -> None:
+    """Stages of a pipeline, experts: where no DDP is involved and nothing was found."""
+    own = [judged(i, 5, 6, flags=Flag.CHECKED | Flag.NO_DDP) for i in range(4)]
+    assert "4 steps · each rank trains parameters of its own, which are not compared ·" in summary(*own)
+    assert "disagreed in 4 of the 4 that" in summary(*own, FindingRaised(finding=FINDING))
 
 
 def test_the_last_line_takes_back_what_averaging_explains() -> None:

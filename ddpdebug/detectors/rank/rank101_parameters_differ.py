@@ -10,7 +10,7 @@ from ddpdebug.detectors.comparison import (
     CLASS_COLUMNS,
     MAX_NAMES,
     agree_within,
-    are_of_one_model,
+    are_own,
     are_shared,
     blame,
     classes_of,
@@ -206,9 +206,9 @@ class ParametersDiffer(ComparisonRule):
 
     def report(self, step: Step, classes: RankClasses) -> Findings:
         told = step.answers(Parameters)
-        if step.all(Flag.NO_DDP) and not are_of_one_model([own.after for own in told.values()]):
-            return  # different models on purpose: nothing that should be equal
         stage, names = _differing(step)
+        if are_own(step, names, self.shared):
+            return
         phase = self._phase(step, stage)
         changed, own_names = _changed_outside(step, names) if phase != "optimizer" else ((), [])
         names = own_names or names

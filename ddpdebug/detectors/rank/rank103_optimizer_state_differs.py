@@ -9,7 +9,7 @@ from ddpdebug.detectors.comparison import (
     CLASS_COLUMNS,
     MAX_NAMES,
     agree_within,
-    are_of_one_model,
+    are_own,
     blame,
     classes_of,
     named,
@@ -118,9 +118,9 @@ class OptimizerStateDiffers(ComparisonRule):
     def report(self, step: Step, classes: RankClasses) -> Findings:
         told = {rank: answer.states for rank, answer in step.answers(OptimizerState).items()}
         flat = {rank: _flat(states) for rank, states in told.items()}
-        if step.all(Flag.NO_DDP) and not are_of_one_model(told.values()):
-            return  # different models on purpose
         differing = differing_names(flat)
+        if are_own(step, [name.rpartition(":")[0] for name in differing], self.shared):
+            return
         names = [name for name in differing if is_part(name) or all(name in own for own in flat.values())]
         if differing and not names and len(flat) == len(step.rows):
             return  # each of them has its owner

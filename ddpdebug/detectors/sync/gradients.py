@@ -10,7 +10,7 @@ from ddpdebug.detectors.comparison import (
     CLASS_COLUMNS,
     MAX_NAMES,
     agree_within,
-    are_of_one_model,
+    are_own,
     classes_of,
     culprits,
     named,
@@ -38,7 +38,7 @@ class GradientRule(ChainRule):
     severity: ClassVar[Severity] = Severity.CRITICAL
     reads: ClassVar[tuple[str | Flag, ...] | None] = GRADIENT_COLUMNS
     of_several = True
-    wants: ClassVar[tuple[str, ...]] = ("gradients", "contract")
+    wants: ClassVar[tuple[str, ...]] = ("gradients", "contract", "parameters")
     group = "gradients"
 
     def rank_classes(self, step: Step) -> RankClasses | None:
@@ -47,7 +47,7 @@ class GradientRule(ChainRule):
     def report(self, step: Step, classes: RankClasses) -> Findings:
         tolerance = self.config.get("tolerance")
         close = tolerance and agree_within(float(tolerance), _norms(step), differing(step))
-        if not close and not _different_models(step):
+        if not (close or are_own(step, differing(step), self.shared)):
             yield from super().report(step, classes)
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
@@ -118,11 +118,6 @@ def _norms(step: Step) -> dict[int, Mapping[str, float]]:
 
 def _foreign(step: Step) -> dict[int, Mapping[str, str]]:
     return {rank: told.foreign for rank, told in step.answers(Gradients).items()}
-
-
-def _different_models(step: Step) -> bool:
-    """Whether no DDP is involved and the ranks do not even have the same parameters: a pipeline, for example."""
-    return step.all(Flag.NO_DDP) and not are_of_one_model(_foreign(step).values())
 
 
 def misuse(step: Step, read: Callable[[Contract], T | None], flag: Flag) -> tuple[tuple[int, ...], Mapping[int, T]]:

@@ -8,7 +8,7 @@ from typing import Any
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Examples, Finding, Severity, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
-from ddpdebug.schema.details import Contract
+from ddpdebug.schema.details import Contract, Gradients
 from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 0, "foreign_grads_digest": 5 + rank} for rank in range(4)}
@@ -55,7 +55,15 @@ class NoSynchronisation(GradientRule):
             0,
             odd=_ODD,
             flags=Flag.NO_DDP,
-            gradients={rank: {"foreign": {f"stage{rank}.w": "1"}} for rank in range(4)},
+            gradients=_FOREIGN,
+            contract=contract(4, {rank: {"parameters": str(rank)} for rank in range(4)}, ddp=0),  # stages of a pipeline
+        ),
+        lambda: step_at(  # experts that each rank has its own of, beside layers whose gradients are averaged
+            0,
+            odd=_ODD,
+            flags=Flag.NO_DDP | Flag.FIRST,
+            gradients={rank: {"foreign": {"expert": str(rank), "head": "1"}} for rank in range(4)},
+            parameters={rank: {"before": {"expert": str(rank), "head": "1"}} for rank in range(4)},
             contract=contract(4, ddp=0),
         ),
     )
@@ -65,7 +73,9 @@ class NoSynchronisation(GradientRule):
         wrappers = [told.ddp for told in step.answers(Contract).values()]
         if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)) or step.any(Flag.SHARDED):
             return None  # FSDP and tensor parallelism reduce without a DDP
-        return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})
+        if 0 < len(names := differing(step)) < max(len(told.foreign) for told in step.answers(Gradients).values()):
+            return None  # those of others are averaged
+        return Verdict(ranks=odd_ranks(step), subject=tuple(names), evidence={"ddp_wrappers": 0})
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
         found = super().word(step, verdict)
