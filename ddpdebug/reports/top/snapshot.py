@@ -37,7 +37,7 @@ class RankView:
     step: int | None = None
     age: float = math.nan  # seconds since its last step
     loss: float = math.nan
-    norm: float = math.nan
+    losses: list[float] = field(default_factory=list)  # of the newest steps of the first optimizer; oldest first
     step_seconds: float = math.nan
     mean_seconds: float = math.nan  # of the steps that `own_seconds` is the mean of
     own_seconds: float = math.nan  # of these, what it did not wait for others
@@ -68,7 +68,6 @@ class Snapshot:
     hangs: bool = False  # and nobody expects that to end by itself
     waits: Sequence[str] = ()  # who waits for whom now, and for how long, in words
     blamed: Mapping[int, str] = field(default_factory=dict)  # rank -> code of a finding that names it by its evidence
-    losses: Sequence[float] = ()  # of the newest steps, over the ranks; oldest first
 
     @property
     def missing(self) -> int:
@@ -114,7 +113,7 @@ def from_directory(directory: Path) -> Snapshot:
     voted: dict[str, frozenset[int]] = {}
     costs: dict[int, list[float]] = {}
     timed: dict[int, list[Row]] = {}
-    chosen = paced = 0
+    chosen, paced, first = 0, 0, min(steps, default=(0, 0))[0]
     for (optimizer, reached), found in steps.items():
         step = step_of(optimizer, reached, found, world)
         chosen += step.chosen
@@ -124,7 +123,7 @@ def from_directory(directory: Path) -> Snapshot:
         for rank, cost in pace.costs(pace.own_times(step)).items():
             costs.setdefault(rank, []).append(cost)
         for rank, row in found.items():
-            _take(views.setdefault(rank, RankView(rank=rank)), row)
+            _take(views.setdefault(rank, RankView(rank=rank)), row, curve=optimizer == first)
             # of chosen rows most are here because their rank was first in something: as slow as in these it is not
             fair = not step.chosen or rank == min(found)
             if fair and math.isfinite(row.own_seconds) and not row.has(Flag.FIRST):
@@ -145,7 +144,7 @@ def from_directory(directory: Path) -> Snapshot:
         view.age = age if view.step is not None else math.nan
     findings = read_findings(directory)[::-1]
     return Snapshot(
-        title=f"{run['run']} in {directory}",
+        title=f"{run.get('name') or run['run']} · {directory}",
         world=world,
         ranks=[views[rank] for rank in sorted(views)],
         differing=differing,
@@ -156,12 +155,7 @@ def from_directory(directory: Path) -> Snapshot:
         **_waiting(run.get("waiting")),
         waits=[] if run.get("outcome") else _waits(directory, world),
         blamed=_blamed(findings, world),
-        losses=[fmean(known) for found in steps.values() if (known := _losses(found.values()))],
     )
-
-
-def _losses(rows: Iterable[Row]) -> list[float]:
-    return [row.loss for row in rows if math.isfinite(row.loss)]
 
 
 def _blamed(findings: Iterable[Finding], world: int) -> dict[int, str]:
@@ -213,13 +207,15 @@ def _unchecked(record: object) -> str:
     return "" if known is None or known.complete is not False else known.line()
 
 
-def _take(view: RankView, row: Row) -> None:
+def _take(view: RankView, row: Row, *, curve: bool) -> None:
     view.step = row.step
     view.nonfinite = row.has(_NONFINITE)
-    known = {"loss": row.loss, "norm": row.grad_norm, "step_seconds": row.step_seconds}
+    known = {"loss": row.loss, "step_seconds": row.step_seconds}
     for name, value in known.items():
         if not math.isnan(value):
             setattr(view, name, value)
+    if curve and math.isfinite(row.loss):
+        view.losses.append(row.loss)
     view.host, view.device = row.host_bytes, row.device_reserved_bytes
 
 
