@@ -185,7 +185,7 @@ def _takes_mesh(build: Build) -> bool:
 
 
 def _anywhere(facts: Equivalence) -> bool:
-    """Tell whether something is off on some rank; all ranks ask."""
+    """Return whether something is off on some rank; all ranks ask."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, bool(facts.off))
     return any(told)
@@ -313,7 +313,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _shards(build: Build, plan: Plan, world: int, one: One) -> str | None:
-    """Tell whether the average of the parts' losses, in one process, is the loss of the whole batch."""
+    """Return whether the average of the parts' losses, in one process, is the loss of the whole batch."""
     found: dict[str, Tensor] = {}
     for rank in range(world):
         model, loss_fn, part, _ = _built(build, plan, rank, world)

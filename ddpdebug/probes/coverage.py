@@ -141,7 +141,7 @@ class CoverageProbe:
 
 
 def _is_helper(process: Any, target: Any) -> bool:
-    """Tell whether a process is a worker of a library's."""
+    """Return whether a process is a worker of a library's."""
     home = str(getattr(target, "__module__", "") or type(process).__module__)
     return home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing")
 

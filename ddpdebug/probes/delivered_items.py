@@ -70,7 +70,7 @@ class _Source:
 
     @property
     def over(self) -> bool:
-        """Tell whether enough was told."""
+        """Return whether enough was told."""
         return self.told >= _EPOCHS
 
 
@@ -240,7 +240,7 @@ def _numbers(sampler: Any) -> dict[str, int | float]:
 
 
 def _is_sorted(order: Sequence[int]) -> bool:
-    """Tell whether indices come up or down with few exceptions: as they are stored, by length, in strides or blocks."""
+    """Whether indices come up or down with few exceptions: as they are stored, by length, in strides or blocks."""
     pairs = list(pairwise(order))
     up = sum(one <= other for one, other in pairs)
     return min(up, len(pairs) - up) * 8 < len(pairs)

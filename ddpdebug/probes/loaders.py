@@ -94,7 +94,7 @@ class Loaders:
 
     @property
     def repeated(self) -> bool:
-        """Tell whether a second epoch has begun over some loader."""
+        """Return whether a second epoch has begun over some loader."""
         return any([known["iterations"] > 1 for known in list(self._known.values())])
 
     def begin(self, event: EpochBegan) -> None:

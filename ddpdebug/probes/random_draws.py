@@ -383,7 +383,7 @@ def _lines(frame: FrameType | None) -> Iterator[announcements.DrawingLine]:
 
 
 def _chooses(call: ast.Call, name: str) -> bool | None:
-    """Tell whether a call draws what to choose; None where it draws nothing, or from a generator of its own."""
+    """Return whether a call draws what to choose; None where it draws nothing, or from a generator of its own."""
     if any([word.arg == "generator" for word in call.keywords]):
         return None
     if name == "sample" and getattr(getattr(call.func, "value", None), "id", "") == "random":

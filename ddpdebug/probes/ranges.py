@@ -86,7 +86,7 @@ def samples(tensor: torch.Tensor) -> list[int]:
 
 
 def is_additive_mask(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor holds nothing but 0 and -Inf: an attention mask, which is meant to be so."""
+    """Return whether a tensor holds nothing but 0 and -Inf: an attention mask, which is meant to be so."""
     own = real_view(tensor)
     return own is not None and bool(((own == 0) | (own == -math.inf)).all())
 

@@ -89,7 +89,7 @@ def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
     tied = Rule().finding(ranks=outvoted(dict(enumerate("aabb"))), evidence={"number": 3})
     assert tied.evidence == {UNDECIDED: [[0, 1], [2, 3]], "number": 3}
     assert where(tied, 4) == "all 4 ranks (nobody can tell which)"
-    assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number 3"]
+    assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number: 3"]
     clear = Rule().finding(ranks=outvoted(dict(enumerate("abca"))), evidence={"number": 3})
     assert (where(clear, 4), clear.evidence) == ("ranks 1-2", {"number": 3})
 

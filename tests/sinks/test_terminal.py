@@ -110,7 +110,7 @@ def test_a_log_gets_plain_lines() -> None:
         "ddpdebug: critical RANK101: parameters differ between ranks\n"
         "  where     step 57 · rank 2 · outside-optimizer · train.py:88\n"
         "  what      layers.3.fc.weight\n"
-        "  evidence  differing 1\n"
+        "  evidence  differing: 1\n"
         "  perhaps   an edit on one rank\n"
         "  next      look at the named line\n"
         "            ddpdebug explain RANK101\n"

@@ -57,7 +57,7 @@ class ChangedAfterReduction(GradientRule):
     code = "SYNC206"
     all_ranks = True
     severity = Severity.ERROR
-    title = "gradients were changed by some ranks for themselves"
+    title = "gradients were changed on some ranks only"
     after = UnsynchronisedAccumulation
     clip_factors_apart = Threshold(
         0.01,
