@@ -94,4 +94,5 @@ def _feature(feature: FeatureState, *, verbose: bool) -> Iterator[str]:
     if verbose:
         from ddpdebug.monitor.doctor import names_of  # noqa: PLC0415 - loads torch
 
-        yield from (f"    {name.path}" for name in names_of(feature) if name.path not in feature.missing)
+        there_are = (name for name in names_of(feature) if name.path not in feature.missing)
+        yield from (f"    {name.path}: without it, {name.off}" for name in there_are)
