@@ -377,9 +377,9 @@ def _needs(counts: Mapping[str, int]) -> str:
     ended = {state: counts[state] for state in ("failed", "lost") if counts.get(state)}
     listed = ", ".join(f"{count} {state}" for state, count in {**going, **ended}.items())
     if not going:
-        return "No run that goes on needs anybody" + (f"; of those that have ended: {listed}." if ended else ".")
+        return "No running run needs attention" + (f"; of those that have ended: {listed}." if ended else ".")
     one = sum(going.values()) == 1
-    return f"{sum(going.values())} run{' needs' if one else 's need'} a person: {listed}."
+    return f"{sum(going.values())} run{' needs' if one else 's need'} attention: {listed}."
 
 
 def _spark(points: Sequence[tuple[int, float]]) -> Markup:

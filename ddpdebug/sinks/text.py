@@ -40,7 +40,18 @@ _OF_DEPTH = frozenset({"std_by_depth", "std_between_inputs"})
 _GOES_ON = re.compile(r"(?:^| )(?:after|at|by|from|in|of|on|step|to|with)$")
 #: What says nothing at a glance: digests, how much was looked at, and what has followed.
 _LONG = frozenset(
-    {"digests", "samples", "consequences", "stacks", "loader", "parameters", "also_differing", "optimizer", "wrapper"}
+    {
+        "digests",
+        "samples",
+        "consequences",
+        "stacks",
+        "loader",
+        "instead",
+        "parameters",
+        "also_differing",
+        "optimizer",
+        "wrapper",
+    }
 )
 _DIGEST = re.compile(r"\b[0-9a-f]{8}(?:[0-9a-f]{8})?\b")
 #: The phase, or the evidence, that a cause is the likeliest in; it is first there.
@@ -113,11 +124,11 @@ def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
 
 
 def culprits_text(finding: Finding, world: int | None = None, *, places: bool = True) -> str:
-    """Return the ranks to blame as `ranks_text` does, where they run, and that nobody can tell where that is so."""
+    """Return the ranks to blame as `ranks_text` does, where they run, and that no majority outvotes them."""
     words = ranks_text(finding.ranks, world)
     if places and (where_they_run := _places_text(finding)):
         words += f" ({where_they_run})"
-    return f"{words} (nobody can tell which)" if UNDECIDED in finding.evidence else words
+    return f"{words} (no majority)" if UNDECIDED in finding.evidence else words
 
 
 def _places_text(finding: Finding) -> str:

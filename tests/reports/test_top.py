@@ -152,6 +152,14 @@ def test_the_command_finds_the_newest_run(
     assert "finished" in capsys.readouterr().out
 
 
+def test_a_run_whose_ranks_were_killed_says_so() -> None:
+    """It is neither up nor ended in order; of one rank alone it is missing."""
+    ranks = [RankView(rank=rank, step=1, ended="killed") for rank in range(2)]
+    assert " killed " in shown(Snapshot(title="t", world=2, ranks=ranks)).splitlines()[1]
+    ranks[0].ended = ""
+    assert "1 rank missing" in shown(Snapshot(title="t", world=2, ranks=ranks))
+
+
 def test_where_nobody_can_tell_nobody_is_outvoted() -> None:
     """In words."""
     ranks = [

@@ -80,7 +80,7 @@ def test_groups_of_other_models_do_not_outvote_each_other() -> None:
     assert culprits(classes).undecided
 
 
-def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
+def test_a_finding_says_that_there_is_no_majority() -> None:
     """Beside its place, and who stands against whom; where ranks are outvoted nothing is said."""
 
     class Rule(Detector):
@@ -88,7 +88,7 @@ def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
 
     tied = Rule().finding(ranks=outvoted(dict(enumerate("aabb"))), evidence={"number": 3})
     assert tied.evidence == {UNDECIDED: [[0, 1], [2, 3]], "number": 3}
-    assert where(tied, 4) == "all 4 ranks (nobody can tell which)"
+    assert where(tied, 4) == "all 4 ranks (no majority)"
     assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number: 3"]
     clear = Rule().finding(ranks=outvoted(dict(enumerate("abca"))), evidence={"number": 3})
     assert (where(clear, 4), clear.evidence) == ("ranks 1-2", {"number": 3})

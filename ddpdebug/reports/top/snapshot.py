@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.progress.boxes import ELSEWHERE, read_ranks
+from ddpdebug.progress.boxes import DEAD, ELSEWHERE, RankState, read_ranks
 from ddpdebug.progress.waits import judge
 from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
 from ddpdebug.run_directory.segments import segment_paths
@@ -26,6 +26,8 @@ from ddpdebug.sinks.text import culprits_text, number, ranks_text
 #: Steps that a value is taken from when the newest did not compute it.
 _BACK = 64
 _MAX_WAITS = 6
+#: The end of a rank that could not report one.
+KILLED = "killed"
 _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
 
 
@@ -104,6 +106,8 @@ def from_directory(directory: Path) -> Snapshot:
     rows = read_newest(directory, world * _BACK)
     age = time.time() - max((path.stat().st_mtime for path in segment_paths(directory / STEPS)), default=math.nan)
     outcomes = read_outcomes(directory)
+    boxes = {} if run.get("outcome") else read_ranks(directory, world)
+    gone = {rank: one.ended or KILLED for rank, one in boxes.items() if one.state == DEAD}
     steps: dict[tuple[int, int], dict[int, Row]] = {}
     for row in rows:
         steps.setdefault((row.optimizer, row.step), {})[row.rank] = row
@@ -140,7 +144,7 @@ def from_directory(directory: Path) -> Snapshot:
             count = paced if chosen else len(known)  # where its row is not here it was not the last
             view.cost, view.last = sum(known) / count / mean, sum(map(bool, known)) / count
         view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
-        view.ended = str(outcomes.get(rank, {}).get("reason") or "")
+        view.ended = str(outcomes.get(rank, {}).get("reason") or gone.get(rank, ""))
         view.age = age if view.step is not None else math.nan
     findings = read_findings(directory)[::-1]
     return Snapshot(
@@ -153,7 +157,7 @@ def from_directory(directory: Path) -> Snapshot:
         damage=damage(directory),
         unchecked=_unchecked(run.get("coverage")),
         **_waiting(run.get("waiting")),
-        waits=[] if run.get("outcome") else _waits(directory, world),
+        waits=_waits(boxes),
         blamed=_blamed(findings, world),
     )
 
@@ -180,9 +184,9 @@ def _waiting(known: object) -> dict[str, Any]:
     return {"waiting": " · ".join(filter(None, (words, known.get("location")))), "hangs": state.is_hang}
 
 
-def _waits(directory: Path, world: int) -> list[str]:
-    """Say who waits for whom now, by the black boxes of ranks on this host."""
-    ranks = {rank: one for rank, one in read_ranks(directory, world).items() if one.state != ELSEWHERE}
+def _waits(boxes: Mapping[int, RankState]) -> list[str]:
+    """Return who waits for whom now, by the black boxes of ranks on this host."""
+    ranks = {rank: one for rank, one in boxes.items() if one.state != ELSEWHERE}
     calls: dict[str, list[int]] = {}
     longest: dict[str, float] = {}
     for rank, one in ranks.items():

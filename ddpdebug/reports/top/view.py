@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpdebug.reports.html import duration
-from ddpdebug.reports.top.snapshot import RankView, Snapshot
+from ddpdebug.reports.top.snapshot import KILLED, RankView, Snapshot
 from ddpdebug.schema.ended import parse_end
-from ddpdebug.sinks.text import clean, number, percent
+from ddpdebug.sinks.text import clean, counted, number, percent
 
 _GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yellow", "dim"
 _STALE_SECONDS = 120
 _SLOW = 0.1
-_LASTS = 3
+_LASTS = 2
 _BLOCKS = "▁▂▃▄▅▆▇█"
 #: Cells of the bar of a rank's step; of each phase the letter, and how it looks.
 _CELLS = 8
@@ -99,11 +99,12 @@ def _verdicts(snapshot: Snapshot) -> Text:
     straggler = snapshot.straggler
     finished = snapshot.ranks and not alive
     compared = bool(snapshot.differing)
-    up = ("all up", _GOOD) if not snapshot.missing else (f"{snapshot.missing} ranks missing", _BAD)
+    up = ("all up", _GOOD) if not snapshot.missing else (f"{counted(snapshot.missing, 'rank')} missing", _BAD)
+    ended = (KILLED, _BAD) if any(rank.ended == KILLED for rank in snapshot.ranks) else ("ended", _DIM)
     late = straggler is not None and straggler[1] >= _SLOW
     slow = f"rank {straggler[0]} +{percent(straggler[1])}" if straggler else ""
     tiles = [
-        ("ended", _DIM) if finished else up,
+        ended if finished else up,
         _tile("ranks agree", f"ranks differ: {', '.join(model)}", not model, known=compared),
         _tile(
             "gradients in sync", "gradients differ", "gradients" not in apart, known="gradients" in snapshot.differing
