@@ -138,7 +138,7 @@ def tests_of(junit: str) -> Row:
 
 
 def differences(expected: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
-    """Tell how the findings of two slices differ: code, step, ranks, subject or location, or what was not run."""
+    """Return how the findings of two slices differ: code, step, ranks, subject or location, or what was not run."""
     lines = []
     for name in sorted({*expected, *found}):
         if name not in expected or name not in found:

@@ -121,7 +121,7 @@ class One:
 def measure(
     build: Build, *, steps: int = 3, device: torch.device | None = None, mesh: Mapping[str, int] | None = None
 ) -> Equivalence:
-    """Compare the ranks of the default group with one process; return what this rank tells SYNC209.
+    """Compare the ranks of the default group with one process; return what this rank announces for SYNC209.
 
     While a rank runs alone, its process is a world of its own for all that runs in it. So this is for the ranks that
     `ddpdebug equivalence` starts and for tests, never for a process that trains.
@@ -412,7 +412,7 @@ def _apart(a: Tensor, b: Tensor | None) -> float:
 
 
 def _compare(one: One, many: Trajectory, world: int) -> Equivalence:
-    """Return what SYNC209 is told: the first step in which the two runs are further apart than rounding explains."""
+    """Return what SYNC209 is given: the first step in which the two runs are further apart than rounding explains."""
     alone = one.run
     dtype = max(alone.coarsest, many.coarsest, key=lambda kind: torch.finfo(kind).eps)
     name = str(dtype).removeprefix("torch.")

@@ -249,7 +249,7 @@ class _Pages:
         return row
 
     def _shown(self, row: Any) -> dict[str, Any]:
-        """Return what is told of a run wherever it is named."""
+        """Return what is shown of a run wherever it is named."""
         about = [row.owner, f"job {row.job}" if row.job else "", row.node, row.name and row.key]
         about += ["" if row.world is None else f"{row.world} ranks" if row.world != 1 else "1 rank"]
         told = {name: value for name, value in row._mapping.items() if name != "document"}  # noqa: SLF001 - SQLAlchemy's

@@ -104,10 +104,10 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine: side group, metrics port, what hangs are told by, run directory.
+    """A check of this machine: side group, metrics port, what shows hangs, run directory.
 
     Args:
-        fine: None where it is only told, whatever it is.
+        fine: None where it is only reported, whatever it is.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the training thread counts so that silence can be told from nothing to see: steps, parameters, processes.
+"""What the training thread counts, so that silence does not pass for health: steps, parameters, processes.
 
 It stands beside the other probes, not on them: it still counts where these are off.
 """

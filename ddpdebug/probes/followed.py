@@ -14,7 +14,7 @@ from ddpdebug.probes.step_state import StepState
 
 
 class Followed:
-    """Tells for a call whether it is looked at; what trains in another thread is left alone."""
+    """Returns for a call whether it is looked at; what trains in another thread is left alone."""
 
     def __init__(self, state: StepState, guard: Guard) -> None:
         self._state, self._guard, self._threads = state, guard, entries_of(guard).threads

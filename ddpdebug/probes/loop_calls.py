@@ -42,7 +42,7 @@ class Adding:
         self._wholes: list[float] = []
 
     def holds(self, parts: Sequence[float]) -> bool:
-        """Tell it of a step, by the part of all labels that each of its losses is the sum over."""
+        """Take a step, by the part of all labels that each of its losses is the sum over."""
         if len(parts) < 2:
             return False
         whole = math.fsum(parts)

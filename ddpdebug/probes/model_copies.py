@@ -30,7 +30,7 @@ class _Known(NamedTuple):
 
 
 class ModelCopies:
-    """Tells of an optimizer that is about to step whether it trains a copy of what a DDP holds."""
+    """Returns of an optimizer that is about to step whether it trains a copy of what a DDP holds."""
 
     def __init__(self, bus: Bus, state: StepState, built: Built) -> None:
         self._bus, self._state, self._built = bus, state, built

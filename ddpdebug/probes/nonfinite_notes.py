@@ -52,7 +52,7 @@ class Looks(Part, key="probe:numerics-forward"):
 
     @property
     def noteworthy(self) -> bool:
-        """Return whether there is something to tell of module calls, inputs or magnitudes."""
+        """Return whether there is something to announce of module calls, inputs or magnitudes."""
         return bool(self.forward or self.inputs or self.near or self.near_gradients)
 
     def let_go(self) -> None:

@@ -54,7 +54,7 @@ class GroupSettings(Part, key="probe:hyper"):
 
 
 def _nothing(watch: OptimizerWatch) -> None:
-    """Stand in for what nobody has asked to be told."""
+    """Stand in where nothing subscribes."""
 
 
 class OptimizerWatch:

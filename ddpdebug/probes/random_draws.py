@@ -112,7 +112,7 @@ class _Step:
 
 
 class RandomDraws:
-    """Reads the generators around the parts of checked steps, and tells what is drawn in each of many steps.
+    """Reads the generators around the parts of checked steps, and announces what is drawn in each of many steps.
 
     Args:
         announce: tells all ranks.
@@ -183,7 +183,7 @@ class RandomDraws:
             self._step.drawn[place, name] = None if numbers is None or known is None else numbers + known
 
     def _closes(self, event: StepClosing) -> None:
-        """Count the steps in a row, and tell of many; begin the next step."""
+        """Count the steps in a row, and announce many; begin the next step."""
         record, step = event.record, self._step
         self._step = _Step()
         next_is_checked = self._due(event.watch.index, record.step + 1)

@@ -438,7 +438,7 @@ class Recorder:
         self._bus.emit(events.OptimizerEnded(watch))
 
     def end(self) -> None:
-        """Tell that no optimizer steps any more."""
+        """Announce that no optimizer steps any more."""
         for watch in self._state.watches:
             self._ended(watch)
 

@@ -32,7 +32,7 @@ class Clock:
         self._told: Callable[[bool], None] | None = None  # as it stops, and as it goes on
 
     def tell(self, look: Callable[[bool], None] | None) -> None:
-        """Tell somebody as it stops, with True, and as it goes on, with False; or nobody any longer."""
+        """Call somebody as it stops, with True, and as it goes on, with False; or nobody any longer."""
         self._told = look
 
     def now(self) -> float:

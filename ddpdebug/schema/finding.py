@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpdebug.schema.wire import Struct, to_json
 
-#: Key of `evidence`: the groups of ranks that stand against each other, where nobody can tell who is right.
+#: Key of `evidence`: the groups of ranks that stand against each other, where none is a majority.
 UNDECIDED = "undecided_between"
 
 

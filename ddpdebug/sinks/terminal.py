@@ -267,7 +267,7 @@ class Terminal:
 
 
 def _other_speaker(finding: Finding, own: int) -> int | None:
-    """Return the rank that has told of a hang in another one's place, None where that is this one, or none did."""
+    """Return the rank that has reported a hang in another one's place, None where that is this one, or none did."""
     judge = str(finding.evidence.get(HANG, "")).partition(":")[0]
     return int(judge) if judge.isdecimal() and int(judge) != own else None
 

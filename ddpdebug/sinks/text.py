@@ -132,7 +132,7 @@ def culprits_text(finding: Finding, world: int | None = None, *, places: bool = 
 
 
 def _places_text(finding: Finding) -> str:
-    """Return host and device of one rank, the hosts of several; empty where it is not told, or there are too many."""
+    """Return host and device of one rank, the hosts of several; empty where it is not known, or there are too many."""
     known = [clean(finding.places.get(str(rank), ""), _MAX_NAME) for rank in finding.ranks]
     if len(known) == 1 or not all(known):
         return known[0] if len(known) == 1 else ""
@@ -255,7 +255,7 @@ def _aligned(calls: Mapping[str, str]) -> list[str]:
 
 
 def _stacks(groups: object, told: str) -> list[str]:
-    """Return the user's innermost lines of each group of ranks, where these say more than was told already."""
+    """Return the user's innermost lines of each group of ranks, where these say more than was shown already."""
     found = []
     for ranks, frames in list(groups.items())[:_MAX_ITEMS] if isinstance(groups, Mapping) else ():
         known = (

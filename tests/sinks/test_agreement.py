@@ -28,7 +28,7 @@ def test_only_what_two_ranks_computed_was_compared() -> None:
 
 
 def test_outvoted_ranks_are_named() -> None:
-    """One of three, and all where nobody can tell."""
+    """One of three, and all without a majority."""
     rows = [
         Row(rank=i, params_after_digest=Digest(5), grads_digest=Digest(i + 1), modes_digest=Digest(7)) for i in range(3)
     ]

@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss tells before backward frees it: shapes, labels, what stands before the loss.
+"""What the autograd graph of a loss shows before backward frees it: shapes, labels, what stands before the loss.
 
 Nothing is hooked or patched: the nodes between the loss and the model are read, some tens of them at most, and only of
 the first backward passes and in checked steps. Labels are read where they are in host memory.
