@@ -288,7 +288,7 @@ def _of_finding(row: Mapping[str, Any], found: Finding, link: str) -> dict[str, 
     subject = ", ".join(map(_escaped, found.subject[:3])) or "-"
     fields = [("where", _escaped(where(found, row["world"] or 1))), ("what", subject)]
     fields += [("next", _escaped(found.actions[0]))] if found.actions else []
-    fields += [("restart", known.advice)] if (known := nature(found)) else []
+    fields += [("restart", f"{known.value}: {known.advice}")] if (known := nature(found)) else []
     return _slack(head, fields, _COLORS[found.severity])
 
 
