@@ -76,9 +76,7 @@ def test_unusual_tensors(rank: int) -> None:
 def test_shape_dtype_and_name_are_compared_first(rank: int) -> None:
     """Before anything that would not fit."""
     shape = complaint(assert_ranks_agree, torch.zeros(2 + rank), "x")
-    assert shape.startswith(
-        "x has another shape or dtype: rank 0 against rank 1, no majority; float32[2] on rank 0"
-    )
+    assert shape.startswith("x has another shape or dtype: rank 0 against rank 1, no majority; float32[2] on rank 0")
     dtype = complaint(assert_ranks_agree, torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
     assert "float64[2] on rank 1" in dtype
     names = complaint(assert_ranks_agree, torch.zeros(2), f"of {rank}")
