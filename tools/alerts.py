@@ -246,7 +246,7 @@ def _of_the_ranks() -> Iterator[Alert]:
         + f" in {what}",
         description=_ask(
             everyone,
-            "No group of equal ranks of {run} is the largest: nobody can tell which ranks are wrong.",
+            "No group of equal ranks of {run} is the largest: it is not known which ranks are wrong.",
             "In {run} "
             + _ranks(outvoted, "is", "are", "ranks are")
             + " not like the largest group of equal ranks, and no longer the same model as the others.",

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def tests_of(junit: str) -> Row:
 
 
 def differences(expected: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
-    """Tell how the findings of two slices differ: code, step, ranks, subject or location, or what was not run."""
+    """Return how the findings of two slices differ: code, step, ranks, subject or location, or what was not run."""
     lines = []
     for name in sorted({*expected, *found}):
         if name not in expected or name not in found:
@@ -196,23 +197,18 @@ def page(rows: Iterable[Row]) -> str:
 
 
 def _names() -> list[str]:
-    """Return the table of torch's private names as Markdown; names of autograd's nodes aside."""
-    merged: dict[tuple[str, str, str], list[str]] = {}
-    for name in names.TABLE:
-        if not name.path.startswith("autograd node "):
-            since = ".".join(map(str, name.since)) if any(name.since) else ""
-            merged.setdefault((name.feature.name, name.off, since), []).append(f"`{name.path}`")
+    """Return what torch's private names are for, as Markdown; names of autograd's nodes aside."""
+    uses = Counter(name.feature.name for name in names.TABLE if not name.path.startswith("autograd node "))
     return [
         "",
         "## Private names of torch",
         "",
-        "Each is looked for, and training goes on as without ddpdebug where one is missing. The table is",
-        "`ddpdebug/torch_internals/names.py`; *from* says which torch is known to have a name that the oldest one here",
-        "has not. The names of autograd's nodes, by which losses are read, stand in `nodes.py` beside it.",
+        "Each is looked for, and training goes on as without ddpdebug where one is missing. `ddpdebug doctor",
+        "--verbose` prints each name, and what is off without it.",
         "",
-        "| for | names | from | without them |",
-        "|---|---|---|---|",
-        *(f"| {what} | {', '.join(paths)} | {since} | {off} |" for (what, off, since), paths in merged.items()),
+        "| for | names |",
+        "|---|---|",
+        *(f"| {what} | {count} |" for what, count in uses.items()),
     ]
 
 

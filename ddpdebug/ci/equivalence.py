@@ -121,7 +121,7 @@ class One:
 def measure(
     build: Build, *, steps: int = 3, device: torch.device | None = None, mesh: Mapping[str, int] | None = None
 ) -> Equivalence:
-    """Compare the ranks of the default group with one process; return what this rank tells SYNC209.
+    """Compare the ranks of the default group with one process; return what this rank announces for SYNC209.
 
     While a rank runs alone, its process is a world of its own for all that runs in it. So this is for the ranks that
     `ddpdebug equivalence` starts and for tests, never for a process that trains.
@@ -185,7 +185,7 @@ def _takes_mesh(build: Build) -> bool:
 
 
 def _anywhere(facts: Equivalence) -> bool:
-    """Tell whether something is off on some rank; all ranks ask."""
+    """Return whether something is off on some rank; all ranks ask."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, bool(facts.off))
     return any(told)
@@ -313,7 +313,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _shards(build: Build, plan: Plan, world: int, one: One) -> str | None:
-    """Tell whether the average of the parts' losses, in one process, is the loss of the whole batch."""
+    """Return whether the average of the parts' losses, in one process, is the loss of the whole batch."""
     found: dict[str, Tensor] = {}
     for rank in range(world):
         model, loss_fn, part, _ = _built(build, plan, rank, world)
@@ -412,7 +412,7 @@ def _apart(a: Tensor, b: Tensor | None) -> float:
 
 
 def _compare(one: One, many: Trajectory, world: int) -> Equivalence:
-    """Return what SYNC209 is told: the first step in which the two runs are further apart than rounding explains."""
+    """Return what SYNC209 is given: the first step in which the two runs are further apart than rounding explains."""
     alone = one.run
     dtype = max(alone.coarsest, many.coarsest, key=lambda kind: torch.finfo(kind).eps)
     name = str(dtype).removeprefix("torch.")

@@ -175,7 +175,7 @@ def run_of(directory: Path) -> str | None:
 
 
 def reported(directory: Path) -> dict[int, Outcome]:
-    """Return how the ranks ended by their own account: from their files, else from what they told rank 0."""
+    """Return how the ranks ended by their own account: from their files, else from what they announced to rank 0."""
     try:
         records = read_outcomes(directory)
         ends = read_ends(directory)

@@ -84,7 +84,7 @@ def _blocks(name: str, whole: Tensor, part: Tensor) -> Iterator[Place]:
 
 
 def is_block_of(part: Tensor, whole: Tensor, limit: float) -> bool | None:
-    """Tell whether a tensor is a block of another within a limit, or rows in another order; None: it cannot be."""
+    """Return whether a tensor is a block of another within a limit, or rows in another order; None: it cannot be."""
     apart = [i for i, (n, most) in enumerate(zip(part.shape, whole.shape, strict=False)) if n != most]
     blocks = [*_blocks("", whole, part)]
     if not blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 
 import click
@@ -65,6 +66,9 @@ def carry_out(words: Sequence[str]) -> int | Plan:
     except KeyboardInterrupt:
         say("ddpdebug: interrupted\n")
         return 130
+    except BrokenPipeError:  # who read the output has read enough, as `head` does; nothing is left to flush at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
 
 
 def _parse(words: list[str]) -> Action | int | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from ddpdebug.commands._progress import progress
+
 _COMPARE = """Say what is different between the checkpoints A and B, bit by bit, whatever their sharding.
 
 Each is a directory of torch.distributed.checkpoint, a safetensors file or a directory of them, or a file of torch.save.
@@ -38,7 +40,8 @@ def compare(a: Path, b: Path, *, lines: int, as_json: bool, trust: bool) -> Call
         from ddpdebug.checkpoints.files import open_state  # noqa: PLC0415 - as above
         from ddpdebug.schema.finding import strict_json  # noqa: PLC0415 - not before it is needed
 
-        found = compared(open_state(a, trust=trust), open_state(b, trust=trust))
+        with progress(f"comparing {a} with {b}"):
+            found = compared(open_state(a, trust=trust), open_state(b, trust=trust))
         print(strict_json(found.to_json()) if as_json else found.text(lines))
         return int(not found.equal)
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ddpdebug.commands._progress import progress
 from ddpdebug.config.settings import Config
 
 if TYPE_CHECKING:
     from ddpdebug.monitor.doctor import FeatureState, Report
 
-_TEXT = """Say what ddpdebug finds here: versions, the machine, extras, the private names of torch that it uses, what it
-wraps when it is attached, and what is off.
+_TEXT = """Say what ddpdebug finds here: versions, the machine and its limits, extras, the private names of torch that
+it uses, what it wraps when it is attached, and what is off.
 
 It attaches to its own process and takes that back; nothing is trained and no rank is started. Run it where the job
 runs, with the same environment.
@@ -43,7 +44,8 @@ def command(*, as_json: bool, verbose: bool, imports: tuple[str, ...]) -> Callab
 
         from ddpdebug.monitor.doctor import examine  # noqa: PLC0415 - loads torch
 
-        report = examine(config, imports)
+        with progress("looking at this machine and this torch"):
+            report = examine(config, imports)
         print(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
         return int(bool(report.off))
 
@@ -79,7 +81,7 @@ def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
     elif not missing:
         yield "nothing is missing"
     if missing:
-        yield "not here, and how to get it:"
+        yield "missing, and how to get it:"
         yield from (f"  {line}" for line in missing)
 
 
@@ -92,4 +94,5 @@ def _feature(feature: FeatureState, *, verbose: bool) -> Iterator[str]:
     if verbose:
         from ddpdebug.monitor.doctor import names_of  # noqa: PLC0415 - loads torch
 
-        yield from (f"    {name.path}" for name in names_of(feature) if name.path not in feature.missing)
+        there_are = (name for name in names_of(feature) if name.path not in feature.missing)
+        yield from (f"    {name.path}: without it, {name.off}" for name in there_are)

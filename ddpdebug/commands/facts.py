@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from ddpdebug.commands._progress import progress
+
 _TEXT = """Print the facts of RUN, or in what OTHER differs from RUN.
 
 Facts are read from what a run has recorded: who moves, train and eval mode, loads, samples, scale, order of the calls,
@@ -26,8 +28,9 @@ def command(run: Path, other: Path | None, *, as_json: bool) -> Callable[[], int
     from ddpdebug.schema.finding import strict_json  # noqa: PLC0415 - as above
     from ddpdebug.sinks.text import clean  # noqa: PLC0415 - as above
 
-    known = facts_of(run)
-    found = None if other is None else differences(known, facts_of(other))
+    with progress("reading the facts"):
+        known = facts_of(run)
+        found = None if other is None else differences(known, facts_of(other))
 
     def act() -> int:
         if found is None:

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from ddpdebug.ci.checked import checked
+from ddpdebug.commands._progress import progress
 from ddpdebug.cures.cures import CURES, ELSEWHERE, cure
 from ddpdebug.cures.source import CannotError, Source
 from ddpdebug.errors import UsageError
@@ -181,9 +182,11 @@ def _proof(run: Mapping[str, Any], diff: _Diff, steps: int) -> tuple[bool, str]:
         copy = Path(folder) / "copy"
         _copy(script.parent, copy)
         line = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--metrics=off", str(copy / script.name), *words]
-        before, found_before = _check(Path(folder) / "before", line)
+        with progress("checking a copy as it is"):
+            before, found_before = _check(Path(folder) / "before", line)
         (copy / diff.file.relative_to(script.parent)).write_bytes(diff.source.changed().encode())
-        after, found_after = _check(Path(folder) / "after", line)
+        with progress("checking the changed copy"):
+            after, found_after = _check(Path(folder) / "after", line)
     code, checked = diff.finding.code, f"in {counted(steps, 'step')} of {counted(ranks, 'rank')}"
     if code not in found_before:
         return False, f"not proved: the check of a copy does not find it {checked}; its verdict is {before}"

@@ -191,7 +191,8 @@ def _push(mirror: Any, url: str, token_file: Path | None) -> int:
 
     post = Post(url, mirror.key, lambda: read_token(os.environ, token_file))
     try:
-        mirror.bring(post.send)
+        with progress(f"sending the run to {url}"):
+            mirror.bring(post.send)
     except (RefusedError, OSError, ValueError) as error:
         reason = str(getattr(error, "reason", None) or error)
         print(f"ddpdebug: error: the hub at {url} does not take the run: {reason}", file=sys.stderr)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ddpdebug.commands._progress import progress
 from ddpdebug.disk import Disk
 from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.reader import RUN
@@ -25,7 +26,8 @@ def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
     from ddpdebug.reports.page import report  # noqa: PLC0415 - not before it is needed
 
     try:
-        text = report(run_dir)
+        with progress(f"reading {run_dir}"):
+            text = report(run_dir)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     file = output or run_dir / "report.html"

@@ -17,7 +17,7 @@ import click
 from ddpdebug.clock import time
 from ddpdebug.errors import UsageError
 
-_TEXT = """Show a run live: do the ranks agree, which rank is ill, who is slow.
+_TEXT = """Show a run live: do the ranks agree, which rank is wrong, which one is slow.
 
 WHERE is a run directory. Without it, the newest directory in ddpdebug-runs/ is taken.
 """

@@ -249,10 +249,21 @@ def _detach(case: Case) -> None:
 def _same_shape(case: Case) -> None:
     """Take away the last dimension, of size 1, that makes prediction and target broadcast."""
     source = case.source
-    found = [call for _, call in source.calls(case.statement) if len(call.args) > 1]
+    found = [call for _, call in source.calls(_loss_made(case)) if len(call.args) > 1]
     call = _only(found, "calls with a prediction and a target on this line")
     wide = call.args[0 if len(case.finding.evidence.get("prediction") or ()) > 1 else 1]
     source.replace(wide, f"{_operand(source, wide)}.squeeze(-1)")
+
+
+def _loss_made(case: Case) -> ast.AST:
+    """Return the statement that makes the loss, where the finding names the line of its `backward()`."""
+    names = {words.rpartition(".")[0] for words, _ in case.source.calls(case.statement) if _last(words) == "backward"}
+    made = [
+        node
+        for node in ast.walk(case.source.scope(case.statement))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names
+    ]
+    return made[0] if len(made) == 1 else case.statement
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ MAX_NAMES = 20
 
 
 def classes_of(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> RankClasses | None:
-    """Return what the ranks show in digest fields: None where nobody can tell, empty where they agree.
+    """Return what the ranks show in digest fields: None without a majority, empty where they agree.
 
     A rank that did not compute a field gets the benefit of the doubt. `on_purpose` are the flags of a step whose ranks
     may differ by design.
@@ -61,7 +61,7 @@ def _relative(families: Sequence[Mapping[int, int]]) -> dict[int, object]:
     for shown in families:
         known = {rank: value for rank, value in shown.items() if value}
         blamed = outvoted(known)
-        # where nobody can tell none is the usual one: families that are at odds each must not outvote each other
+        # without a majority none is the usual one: families that are at odds each must not outvote each other
         usual = 0 if blamed.undecided else next((value for rank, value in known.items() if rank not in blamed), 0)
         column.update({rank: 0 if value in {0, usual} else value for rank, value in shown.items()})
     return column if len(set(column.values())) > 1 else {}
@@ -145,7 +145,7 @@ def _facts(step: Step, prefix: str) -> list[Mapping[int, Any]]:
 
 
 def culprits(shown: RankClasses) -> Blamed:
-    """Return the outvoted ranks; all where nobody can tell."""
+    """Return the outvoted ranks; all without a majority."""
     return outvoted(dict(shown))
 
 

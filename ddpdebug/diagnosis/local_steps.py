@@ -47,7 +47,7 @@ class LocalSteps:
         self._replicas: dict[int, _Replicas] = {}
 
     def read(self, step: Step) -> None:
-        """Take in the next step."""
+        """Read the next step."""
         if len(step.rows) < 2 or step.any(_DECLARED):
             return
         known = self._replicas.get(step.optimizer)

@@ -1,8 +1,8 @@
-"""Where the ranks of a finding run: host and device, for people, where a job has several hosts. Torch-free."""
+"""Where the ranks of a finding run: host and device, for people; of a job on one host the device. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ddpdebug.schema.announcements import Announcement, Device, Place
@@ -28,9 +28,12 @@ class Places:
 
     def named(self, found: Iterable[tuple[Finding, bool]]) -> list[tuple[Finding, bool]]:
         """Return findings with the places of their ranks."""
-        if len(set(self._nodes.values())) < 2:
-            return list(found)
+        if len(set(self._nodes.values())) < 2:  # the device of one rank that is to blame, as it may be broken
+            return [(replace(finding, places=self._device(finding.ranks)), new) for finding, new in found]
         return [(replace(finding, places=self._of(finding.ranks)), new) for finding, new in found]
+
+    def _device(self, ranks: Sequence[int]) -> dict[str, str]:
+        return {str(rank): self._devices[rank] for rank in ranks if len(ranks) == 1 and rank in self._devices}
 
     def _of(self, ranks: Iterable[int]) -> dict[str, str]:
         known = [rank for rank in ranks if rank in self._nodes][:_MOST]

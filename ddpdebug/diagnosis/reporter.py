@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class Reporter:
         key = key_of(finding)
         known = self._known.get(key)
         evidence = {**finding.evidence, **self._extra.get(key, {})}
-        fits = {finding.phase, "bit flip" if evidence.get("flipped_bits") else None}
+        fits = (*(["bit flip"] if evidence.get("flipped_bits") else []), finding.phase)
         stamped = self._known[key] = replace(
             finding,
             evidence=evidence,
@@ -96,16 +96,16 @@ def key_of(finding: Finding) -> str:
     return finding.id
 
 
-def likeliest_first(texts: Sequence[str], fits: Collection[str | None]) -> list[str]:
+def likeliest_first(texts: Sequence[str], fits: Sequence[str | None]) -> list[str]:
     """Order causes or remedies by a finding's own evidence.
 
     One may begin with what it is the likeliest in, a phase or `bit flip` in backticks and a colon. What fits the
-    finding comes first, and what belongs to something else last.
+    finding comes first, in the order of `fits`, and what belongs to something else last.
     """
 
     def place(text: str) -> int:
         known = _TAG.match(text)
-        return 1 if known is None else 0 if known[1] in fits else 2
+        return len(fits) if known is None else fits.index(known[1]) if known[1] in fits else len(fits) + 1
 
     return sorted(texts, key=place)
 

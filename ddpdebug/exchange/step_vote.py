@@ -86,7 +86,7 @@ class NumericGuard:
         return ballot.shared if votes is None else any(votes.values())
 
     def abstain(self, optimizer: int, step: int) -> None:
-        """Tell those who wait that this rank does not take the step (a gradient scaler skipped it)."""
+        """Vote that this rank does not take the step (a gradient scaler skipped it)."""
         if self.active and not self._alone:
             self._say("vote", optimizer=optimizer, step=step, bad=False)
 

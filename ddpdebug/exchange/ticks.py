@@ -189,7 +189,7 @@ class Exchange:
 
     @property
     def lost(self) -> bool:
-        """Tell whether the ranks can no longer be compared."""
+        """Return whether the ranks can no longer be compared."""
         return self._over
 
     def unmet(self) -> str:
@@ -240,7 +240,7 @@ class Exchange:
 
     @property
     def impatient(self) -> bool:
-        """Tell whether this rank is done and has waited for the others long enough."""
+        """Return whether this rank is done and has waited for the others long enough."""
         return self._closing is not None and time.monotonic() - self._closing > self._patience
 
     @property
@@ -303,7 +303,7 @@ class Exchange:
 
     @property
     def apart(self) -> bool:
-        """Tell whether this rank goes on alone."""
+        """Return whether this rank goes on alone."""
         return self.world > 1 and self.state == ALONE
 
     def _unanswered(self) -> bool:

@@ -100,11 +100,11 @@ class Elements:
         self.capture(watch, watch.step - 1, last=True)
 
     def miss(self, key: str) -> None:
-        """Tell the others that this rank has no such parameter any more, so that nobody waits for it."""
+        """Announce that this rank has no such parameter any more, so that nobody waits for it."""
         self._say("element", key=key, stage="none", data=[])
 
     def tick(self) -> None:
-        """Tell the others about copies made since the last tick."""
+        """Announce copies made since the last tick."""
         for key, search in tuple(self._searches.items()):
             search.ticks += 1
             if search.ticks > _MAX_TICKS:

@@ -98,7 +98,7 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
 
 
 def is_moved_twice(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> bool:
-    """Tell whether the targets are tokens of a forward moved by two positions; waits for a device."""
+    """Return whether the targets are tokens of a forward moved by two positions; waits for a device."""
     for tokens in _inputs(capture, target):
         wanted = target.detach().reshape(len(tokens), -1)[:, : tokens.shape[1] - 2]
         inputs = tokens[:, 2 : 2 + wanted.shape[1]]

@@ -186,7 +186,7 @@ class Api:
 
 
 class Feed:
-    """What is new, told to all that listen: one look at the database a second for all of them, while there are any.
+    """What is new, sent to all that listen: one look at the database a second for all of them, while there are any.
 
     Args:
         say: told once of each kind of failure, of these looks and of those of the application.
@@ -218,7 +218,7 @@ class Feed:
         self._queues.discard(queue)
 
     async def run(self) -> None:
-        """Look and tell, for ever."""
+        """Look and publish, for ever."""
 
         async def look() -> None:
             if self._queues:

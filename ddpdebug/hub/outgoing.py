@@ -1,4 +1,4 @@
-"""What the hub tells others: webhooks for findings and for runs that are lost or fail.
+"""What the hub reports to other services: webhooks for findings and for runs that are lost or fail.
 
 Each message is a row before it is sent, so that a hub that is killed sends it later, and of several hubs on one
 database one does. Who has the same message twice has it because a hub was killed between sending and noting it.
@@ -50,7 +50,7 @@ _COLORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """A webhook, and what it is told.
+    """A webhook, and what is sent to it.
 
     Args:
         name: in the file, and in what the hub says of it; the address is a secret.
@@ -66,7 +66,7 @@ class Hook:
     states: frozenset[str] = frozenset({"lost", "failed"})
 
     def wants(self, code: str, severity: str) -> bool:
-        """Whether it is told of such findings."""
+        """Whether such findings are sent to it."""
         return Severity.parse(severity) >= self.severity and any(fnmatchcase(code, each) for each in self.codes)
 
 
@@ -137,7 +137,7 @@ class Outgoing:
         self._thread = threading.Thread(target=self._run, name="ddpdebug-hub-outgoing", daemon=True)
 
     def start(self) -> None:
-        """Look for news every few seconds, in a thread, where there is anybody to tell."""
+        """Look for news every few seconds, in a thread, where a webhook wants them."""
         if self._hooks:
             self._thread.start()
 
@@ -154,7 +154,7 @@ class Outgoing:
             except Exception as error:  # noqa: BLE001 - the disk is full, the database is away: later looks may do better
                 if (reason := type(error).__name__) not in self._said:
                     self._said.add(reason)
-                    self._say(f"nobody is told anything now: {reason}: {' '.join(str(error).split())[:200]}")
+                    self._say(f"nothing is sent to webhooks: {reason}: {' '.join(str(error).split())[:200]}")
 
     def look(self) -> int:
         """Note what is new, and send what is due; return how many messages were sent."""
@@ -252,7 +252,7 @@ class Outgoing:
 
 
 def _quiet(connection: Connection, now: float) -> dict[str, float]:
-    """Return group of findings -> until when they were seen of which nobody is told, as the pages have it.
+    """Return group of findings -> until when they were seen of which nothing is sent, as the pages have it.
 
     Those are what somebody has acknowledged, and all while the group is muted; the newest note of these decides.
     """
@@ -288,7 +288,7 @@ def _of_finding(row: Mapping[str, Any], found: Finding, link: str) -> dict[str, 
     subject = ", ".join(map(_escaped, found.subject[:3])) or "-"
     fields = [("where", _escaped(where(found, row["world"] or 1))), ("what", subject)]
     fields += [("next", _escaped(found.actions[0]))] if found.actions else []
-    fields += [("restart", known.advice)] if (known := nature(found)) else []
+    fields += [("restart", f"{known.value}: {known.advice}")] if (known := nature(found)) else []
     return _slack(head, fields, _COLORS[found.severity])
 
 

@@ -249,7 +249,7 @@ class _Pages:
         return row
 
     def _shown(self, row: Any) -> dict[str, Any]:
-        """Return what is told of a run wherever it is named."""
+        """Return what is shown of a run wherever it is named."""
         about = [row.owner, f"job {row.job}" if row.job else "", row.node, row.name and row.key]
         about += ["" if row.world is None else f"{row.world} ranks" if row.world != 1 else "1 rank"]
         told = {name: value for name, value in row._mapping.items() if name != "document"}  # noqa: SLF001 - SQLAlchemy's
@@ -377,9 +377,9 @@ def _needs(counts: Mapping[str, int]) -> str:
     ended = {state: counts[state] for state in ("failed", "lost") if counts.get(state)}
     listed = ", ".join(f"{count} {state}" for state, count in {**going, **ended}.items())
     if not going:
-        return "No run that goes on needs anybody" + (f"; of those that have ended: {listed}." if ended else ".")
+        return "No running run needs attention" + (f"; of those that have ended: {listed}." if ended else ".")
     one = sum(going.values()) == 1
-    return f"{sum(going.values())} run{' needs' if one else 's need'} a person: {listed}."
+    return f"{sum(going.values())} run{' needs' if one else 's need'} attention: {listed}."
 
 
 def _spark(points: Sequence[tuple[int, float]]) -> Markup:

@@ -210,7 +210,7 @@ def groups(connection: Connection, since: float, *, group: str | None = None) ->
 
 
 def sizes(connection: Connection, names: Iterable[str]) -> dict[str, Row[Any]]:
-    """Return group -> the number of runs that have it, and when the hub was told of it last."""
+    """Return group -> the number of runs that have it, and when the hub heard of it last."""
     number, told = func.count(distinct(_finding.run)).label("runs"), func.max(_finding.first_seen).label("told")
     found = select(_finding.group, number, told).where(_finding.group.in_(list(names))).group_by(_finding.group)
     return {row.group: row for row in connection.execute(found)}

@@ -66,7 +66,7 @@ class Serving:
         self._app = create(self._store, tokens, pages=routes(self._store), feed=self._feed, keep=keep, most=most)
 
     def tell(self, hooks: Sequence[Hook], address: str) -> None:
-        """Tell others what is new, from `run` on.
+        """Report to others what is new, from `run` on.
 
         Args:
             address: by which people reach the hub; the default is where it serves.

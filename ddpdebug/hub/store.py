@@ -456,7 +456,7 @@ class Store:
         }
 
     def look_again(self) -> list[str]:
-        """Find the runs that nobody has heard of for long, or again; return those whose state has changed."""
+        """Find runs that went silent, or are heard again; return those whose state has changed."""
         now = self.clock()
         self._begun = min(self._begun, now)  # the clock may be set back
         if now - self._looked > _STOOD_STILL:

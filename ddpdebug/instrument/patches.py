@@ -442,7 +442,7 @@ def _lacks_gradients(given: Sequence[torch.Tensor] | None) -> bool:
 
 
 def _is_nothing(norm: Any) -> bool:
-    """Tell whether a norm is 0, where it is at hand: torch returns one in host memory where there is no gradient."""
+    """Return whether a norm is 0, where it is at hand: torch returns one in host memory where there is no gradient."""
     return internals.is_plain(norm) and norm.device.type == "cpu" and not float(norm)
 
 

@@ -48,7 +48,7 @@ from ddpdebug.schema.announcements import Announce
 
 
 def _nothing() -> None:
-    """Stand in for what nobody has asked to be told."""
+    """Stand in where nothing subscribes."""
 
 
 def _nothing_of(*_: int) -> None:

@@ -1,4 +1,4 @@
-"""The user's code, told from everybody else's: frames, files, and errors that it has raised on its own account."""
+"""What is the user's code: its frames, its files, and errors that it has raised on its own account."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def watch(
 
 
 def observe(**values: Any) -> None:
-    """Tell `loss` or `val_loss`, as `Monitor.observe`; does nothing where no monitor is attached."""
+    """Report `loss` or `val_loss`, as `Monitor.observe`; does nothing where no monitor is attached."""
     monitor = current()
     if monitor is not None:
         monitor.observe(**values)

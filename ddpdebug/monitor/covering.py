@@ -138,7 +138,7 @@ class Covering:
             self._thread = Thread("ddpdebug-coverage", self._run)
 
     def tell(self) -> None:
-        """Tell the other ranks this rank's account, as it is when it leaves."""
+        """Send the other ranks this rank's account, as it is when it leaves."""
         self._announce(self._account())
 
     def close(self, *, look: bool = True) -> None:

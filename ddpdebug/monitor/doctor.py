@@ -10,6 +10,7 @@ import datetime
 import importlib
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
@@ -48,7 +49,11 @@ EXTRAS = {
     "mcp": (("mcp",), "answers to programs that ask about runs"),
 }
 _FIRST_WRITES = 1 << 20
-_NOT_HERE = "not here: "
+_NOT_HERE, _LOW = "not here: ", "low: "
+#: Docker's default of /dev/shm is 64 MiB, the usual limit of open files 1024: some workers use up either.
+_LEAST_SHARED, _LEAST_FILES = 1 << 30, 4096
+_SHARED = "/dev/shm"  # noqa: S108 - its size is read
+_INFINIBAND = Path("/sys/class/infiniband")
 assert nodes.NODES  # they are in the table of names once the module is loaded
 
 
@@ -99,10 +104,10 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine: side group, metrics port, what hangs are told by, run directory.
+    """A check of this machine: side group, metrics port, what shows hangs, run directory.
 
     Args:
-        fine: None where it is only told, whatever it is.
+        fine: None where it is only reported, whatever it is.
     """
 
     name: str
@@ -133,11 +138,11 @@ class Report:
 
     @property
     def missing(self) -> list[str]:
-        """What is not installed here, and the command that installs it; none of it is needed."""
+        """What is not installed here, or low, and the command that helps; ddpdebug needs none of it."""
         return [
             f"{check.name} {check.text.removeprefix(_NOT_HERE)}"
             for check in self.checks
-            if check.text.startswith(_NOT_HERE)
+            if check.text.startswith((_NOT_HERE, _LOW))
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -253,8 +258,32 @@ def _checks(config: Config) -> Iterable[Check]:
             text = f"{config.metrics_host}:{config.metrics_port} cannot be taken for metrics: {error.strerror or error}"
     yield Check("metrics port", None, text)
     yield from _hangs()
+    yield from _limits()
     here = Path.cwd()
     yield Check("run directory", *_tried(_writes, f"{here} can be written to, {_room(here)}"))
+
+
+def _limits() -> Iterable[Check]:
+    """Return the limits of this machine that end trainings."""
+    with contextlib.suppress(OSError):
+        size = shutil.disk_usage(_SHARED).total
+        why = "DataLoader workers and NCCL share tensors there; `docker run --ipc=host` or `--shm-size=8g` raises it"
+        yield _limit(_SHARED, f"{size >> 20} MiB", why, low=size < _LEAST_SHARED)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    why = "sockets of ranks and tensors of DataLoader workers each take some; `ulimit -n 65536` raises it"
+    yield _limit("open files", _amount(files), why, low=0 <= files < _LEAST_FILES)
+    if _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        why = "InfiniBand locks its buffers; `ulimit -l unlimited`, or `docker run --ulimit memlock=-1`, lifts it"
+        yield _limit("locked memory", _amount(locked), why, low=locked >= 0)
+
+
+def _limit(name: str, value: str, why: str, *, low: bool) -> Check:
+    return Check(name, None, f"{_LOW}{value}; {why}" if low else value)
+
+
+def _amount(limit: int) -> str:
+    return "unlimited" if limit < 0 else str(limit)
 
 
 def _hangs() -> Iterable[Check]:

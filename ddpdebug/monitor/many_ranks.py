@@ -272,7 +272,7 @@ class WholeSteps:
         return bool(self._parked)
 
     def wants(self, key: Key, part: StepPart, step: Step) -> bool:
-        """Tell, once of each step, whether its rows of all ranks are wanted."""
+        """Return, once of each step, whether its rows of all ranks are wanted."""
         now = self._clock()
         kinds = frozenset((members, decode(data).flags & _GRAVE) for members, data in part.classes.values())
         place = key[0], key[2]
@@ -407,7 +407,7 @@ class ManyRanks:
         return self.whole.waiting if self.judges else self._is_expecting
 
     def take(self, tick: Tick) -> None:
-        """Take what all ranks have said of their steps."""
+        """Take the announcements of all ranks about their steps."""
         if tick.members is not self._members:
             self._members, self._everyone = tick.members, sum(1 << rank for rank in tick.members)
         for key, part in tick.parts.items():

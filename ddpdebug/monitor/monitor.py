@@ -263,7 +263,7 @@ class Monitor:
         return self._closed
 
     def observe(self, **values: Any) -> None:
-        """Tell what hooks cannot see: `loss` of the step and `val_loss`, each a scalar tensor or a number, unscaled.
+        """Report what hooks cannot see: `loss` of the step and `val_loss`, each a scalar tensor or a number, unscaled.
 
         Raises:
             ValueError: another name is given.
@@ -810,7 +810,7 @@ class Monitor:
         return self._exchange.say(message, report=of_few)
 
     def _announce_again(self) -> None:
-        """Tell the rank that judges from now on what the one before knew of this rank."""
+        """Send the rank that judges from then on what the one before knew of this rank."""
         for message in list(self._announced.values()):
             self._deliver(message)
 

@@ -147,7 +147,7 @@ class OpenHangs:
             self._stand_in()
 
     def tell_alone(self) -> None:
-        """Tell the others what they could not hear: this rank has heard it."""
+        """Send the others what they could not hear: this rank has heard it."""
         for known in self._alone:
             self._announce(known)
         self._alone.clear()
@@ -228,7 +228,7 @@ class OpenHangs:
             self._fed.add(found.number)
 
     def _tell_all(self, announcement: Announcement, *, alone: bool) -> None:
-        """Tell all ranks, or as long as they cannot hear it this rank's own diagnosis, and them later."""
+        """Announce to all ranks, or as long as they cannot hear it this rank's own diagnosis, and them later."""
         if not alone:
             if isinstance(announcement, Hang | HangOver):
                 self._unheard.append(announcement)

@@ -230,7 +230,7 @@ class SeenRanks:
         *,
         speaks: bool,
     ) -> None:
-        """Tell other hosts of this rank, and add what is heard of theirs."""
+        """Announce this rank to other hosts, and add what is heard of theirs."""
         beats = self._beats
         assert beats is not None
         near = {rank: one for rank, one in seen.items() if rank in here and (one.silent or one.left)} if speaks else {}

@@ -122,7 +122,7 @@ def _taken(batches: Iterable[Any]) -> list[Any]:
 
 
 def takes_model(loss_fn: Callable[..., Any]) -> bool:
-    """Tell by its first parameter's name whether a loss function takes the model rather than its output."""
+    """Return by its first parameter's name whether a loss function takes the model rather than its output."""
     try:
         names = list(inspect.signature(loss_fn).parameters)
     except (TypeError, ValueError):

@@ -95,7 +95,7 @@ def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
 
 
 def _is_part(tensor: torch.Tensor | None) -> bool:
-    """Tell whether each rank has a tensor of its own by design, or one whose elements are still on their way."""
+    """Return whether each rank has a tensor of its own by design, or one whose elements are still on their way."""
     kind = type(tensor)
     return kind not in fingerprint.PLAIN and inherits(kind, _PARTS)
 

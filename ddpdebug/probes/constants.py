@@ -231,6 +231,6 @@ def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_constant_like(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor can be compared: of some size, with values, and no result that hangs on a graph."""
+    """Return whether a tensor can be compared: of some size, with values, and no result that hangs on a graph."""
     plain = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.grad_fn is None
     return plain and tensor.is_floating_point() and tensor.numel() > 1 and tensor.nbytes <= _MAX_BYTES

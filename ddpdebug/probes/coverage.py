@@ -1,4 +1,4 @@
-"""What the training thread counts so that silence can be told from nothing to see: steps, parameters, processes.
+"""What the training thread counts, so that silence does not pass for health: steps, parameters, processes.
 
 It stands beside the other probes, not on them: it still counts where these are off.
 """
@@ -141,7 +141,7 @@ class CoverageProbe:
 
 
 def _is_helper(process: Any, target: Any) -> bool:
-    """Tell whether a process is a worker of a library's."""
+    """Return whether a process is a worker of a library's."""
     home = str(getattr(target, "__module__", "") or type(process).__module__)
     return home.startswith(_LIBRARIES) and not home.startswith("torch.multiprocessing")
 

@@ -73,7 +73,7 @@ class CpuLimit(internals.OperationMode):
             self._running.pop()
 
     def sample(self) -> MemorySample:
-        """Return what the system tells, with the counts in the place of a device's."""
+        """Return what the system reports, with the counts in the place of a device's."""
         return replace(
             self._system.sample(),
             device_allocated_bytes=self.live,

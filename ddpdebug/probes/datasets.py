@@ -68,7 +68,7 @@ def source_of(dataset: Any) -> str | None:
 
 
 def _is_listed(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Tell whether the indices of a subset can be gone through without any code of the user's."""
+    """Return whether the indices of a subset can be gone through without any code of the user's."""
     return type(value) in {list, tuple, range, torch.Tensor, array} or _is_array(value)
 
 
@@ -157,7 +157,7 @@ def _limit(items: Sequence[Any]) -> int | None:
 
 
 def _is_heavy(item: Any, depth: int = 0) -> bool:
-    """Tell whether tensors or arrays are in a record."""
+    """Return whether tensors or arrays are in a record."""
     if is_a(item, torch.Tensor) or _is_array(item):
         return True
     parts = _parts(item) or []

@@ -87,7 +87,7 @@ class Wrapper:
         return None if ddp is None else internals.unwrap_compiled(ddp.module)
 
     def sums(self, key: int, step: int) -> bool:
-        """Tell whether a parameter's gradient is summed in a step: by name and step, so alike on all ranks."""
+        """Return whether a parameter's gradient is summed in a step: by name and step, so alike on all ranks."""
         if not self.is_large:
             return True
         return self.slots[key] // SLOTS_PER_STEP == step % (CHECKSUM_SLOTS // SLOTS_PER_STEP)

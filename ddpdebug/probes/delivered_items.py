@@ -70,7 +70,7 @@ class _Source:
 
     @property
     def over(self) -> bool:
-        """Tell whether enough was told."""
+        """Return whether enough was announced."""
         return self.told >= _EPOCHS
 
 
@@ -173,7 +173,7 @@ class DeliveredItems:
             self._compare(source)
 
     def _count(self, source: _Source, indices: Sequence[int]) -> None:
-        """Tell of a loader that draws the same few samples of many for training, again and again."""
+        """Announce a loader that draws the same few samples of many for training, again and again."""
         few = source.few = (source.few or set()).union(indices)
         source.drawn += len(indices)
         if len(few) > _FEW or len(few) * 4 > source.length:
@@ -185,7 +185,7 @@ class DeliveredItems:
             self._announce(replace(told, workers=workers, location=source.location, step=self._state.next_step()))
 
     def _compare(self, source: _Source) -> None:
-        """Tell of an epoch that is trained on in the order of the one before."""
+        """Announce an epoch that is trained on in the order of the one before."""
         source.compared, order = True, source.order
         if not source.trains or len(order) < _LEAST_ORDER or order != source.order_before or _is_sorted(order):
             return
@@ -240,7 +240,7 @@ def _numbers(sampler: Any) -> dict[str, int | float]:
 
 
 def _is_sorted(order: Sequence[int]) -> bool:
-    """Tell whether indices come up or down with few exceptions: as they are stored, by length, in strides or blocks."""
+    """Whether indices come up or down with few exceptions: as they are stored, by length, in strides or blocks."""
     pairs = list(pairwise(order))
     up = sum(one <= other for one, other in pairs)
     return min(up, len(pairs) - up) * 8 < len(pairs)

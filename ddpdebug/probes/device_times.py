@@ -49,7 +49,7 @@ class DeviceEvent(Protocol):
         """Be reached by what the current stream does next."""
 
     def query(self) -> bool:
-        """Tell whether it has been reached."""
+        """Return whether it has been reached."""
 
     def elapsed_time(self, other: Any) -> float:
         """Return the milliseconds from here to another one."""

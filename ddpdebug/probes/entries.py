@@ -408,7 +408,7 @@ class Entries:
         self._undo.append((part, functools.partial(atexit.unregister, leave)))
 
     def on_collections(self, part: str, times: deque[float]) -> Callable[[], bool]:
-        """Have the time noted `STAMPS` times as Python's collector begins and as it ends; return what tells if it is.
+        """Have the time noted `STAMPS` times as Python's collector begins and ends; return what says if it is.
 
         All of it is made of parts that run in C: a signal that comes during a collection is handled at the next line
         of Python, and what its handler raises in a callback of the collector's is lost.
@@ -629,7 +629,7 @@ def entries_of(guard: Guard) -> Entries:
 
 
 def _nothing() -> None:
-    """Stand in for what nobody has asked to be told."""
+    """Stand in where nothing subscribes."""
 
 
 def _hidden(owner: Any, name: str, ours: Any, look: internals.Around | None = None) -> str | None:

@@ -63,7 +63,7 @@ class _Entry:
 
 
 def _reach(starts: Sequence[Any], target: Any) -> bool:
-    """Tell whether the graph leads from some nodes to another, made before them; also when it is too large to tell."""
+    """Whether the graph leads from some nodes to another, made before them; also when it is too large to tell."""
     oldest = internals.sequence_of(target)
     seen, waiting = set(starts), [node for node in starts if internals.sequence_of(node) >= oldest]
     while waiting:

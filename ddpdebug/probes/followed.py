@@ -14,17 +14,17 @@ from ddpdebug.probes.step_state import StepState
 
 
 class Followed:
-    """Tells for a call whether it is looked at; what trains in another thread is left alone."""
+    """Returns for a call whether it is looked at; what trains in another thread is left alone."""
 
     def __init__(self, state: StepState, guard: Guard) -> None:
         self._state, self._guard, self._threads = state, guard, entries_of(guard).threads
 
     def here(self, *_: Any, **__: Any) -> bool:
-        """Tell whether this is the followed thread."""
+        """Return whether this is the followed thread."""
         return self._threads.is_here()
 
     def forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
-        """Tell whether a DDP's forward runs in it."""
+        """Return whether a DDP's forward runs in it."""
         if not torch.is_grad_enabled():
             return self._threads.is_here()
         wrapper = self._state.wrapper_of(ddp)
@@ -35,11 +35,11 @@ class Followed:
         return False
 
     def backward(self, *_: Any, **__: Any) -> bool:
-        """Tell whether a backward runs in it."""
+        """Return whether a backward runs in it."""
         return self._threads.begins() or (bool(self._state.in_backward) and self._threads.is_autograd())
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer steps in it, or inside its backward.
+        """Return whether an optimizer steps in it, or inside its backward.
 
         Where another thread steps what is followed here, nothing can be told from its gradients any more.
         """

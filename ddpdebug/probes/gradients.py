@@ -40,7 +40,7 @@ class GradientSums(Part, key="probe:gradients"):
     reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
 
     def is_summed(self, key: int) -> bool:
-        """Tell whether a parameter's gradient was summed, as far as it was looked at."""
+        """Return whether a parameter's gradient was summed, as far as it was looked at."""
         local, reduced = self.local.get(key), self.reduced.get(key)
         return (local is None or local[0] is not None) and (reduced is None or reduced.sum is not None)
 
@@ -156,7 +156,7 @@ def _norms_of_alike(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_one_of_many(tensor: torch.Tensor) -> bool:
-    """Tell whether torch takes the norm of a tensor with those of others; one that it cannot slows down all of them."""
+    """Whether torch takes the norm of a tensor with those of others; one that it cannot slows down all of them."""
     if tensor.device.type == "cpu" or not _summable(tensor) or _is_gone(tensor):
         return False
     if not 0 < tensor.numel() <= _MOST_ELEMENTS:
@@ -180,7 +180,7 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_gone(tensor: torch.Tensor) -> bool:
-    """Tell whether the memory of a plain tensor was freed under it, which torch's operations do not notice."""
+    """Return whether the memory of a plain tensor was freed under it, which torch's operations do not notice."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 

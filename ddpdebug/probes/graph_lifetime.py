@@ -68,7 +68,7 @@ class LiveGraphs:
 
 
 def _is_inner(node: Any) -> bool:
-    """Tell whether a node belongs to one pass only, unlike that of a parameter."""
+    """Return whether a node belongs to one pass only, unlike that of a parameter."""
     return node is not None and not hasattr(node, "variable")
 
 

@@ -159,7 +159,7 @@ def fetch(value: Any) -> Any:
 
 
 def is_ours_to_keep(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's memory is ordinary host memory, of which nobody counts the users."""
+    """Return whether a tensor's memory is ordinary host memory, of which nobody counts the users."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     storage = tensor.untyped_storage() if internals.is_plain(tensor) else None

@@ -159,7 +159,7 @@ class LastState:
             self._hand_over(record)
 
     def _stands(self, watch: OptimizerWatch, mark: Mark) -> bool:
-        """Tell whether nothing has rewritten the parameters, as far as that is known without waiting for a device."""
+        """Return whether nothing has rewritten the parameters, as far as that is known without waiting for a device."""
         if mark.key != watch.key:
             return False
         if mark.of is not None:

@@ -57,7 +57,7 @@ _MIN_ROWS, _MAX_ROWS, _MAX_COLUMNS = 4, 64, 256
 
 
 def is_due(count: int) -> bool:
-    """Tell whether the `count`-th checked step is sampled."""
+    """Return whether the `count`-th checked step is sampled."""
     return count < _FIRST or count % min(_RAREST, 1 << (count.bit_length() - 3)) == 0
 
 
@@ -453,7 +453,7 @@ def _masked(node: Any) -> torch.Tensor | None:
 
 
 def _fits(mask: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Tell whether a mask can be laid over a tensor."""
+    """Return whether a mask can be laid over a tensor."""
     sizes = zip(reversed(mask.shape), reversed(whole.shape), strict=False)
     return mask.dtype is torch.bool and mask.dim() <= whole.dim() and all([own in {1, size} for own, size in sizes])
 
@@ -505,7 +505,7 @@ def _block(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _symmetric(parameter: torch.Tensor) -> torch.Tensor:
-    """Tell whether the rows of a weight are all the same and not zero."""
+    """Return whether the rows of a weight are all the same and not zero."""
     if parameter.dim() < 2 or parameter.shape[0] < _MIN_ROWS:
         return torch.zeros((), device=parameter.device)
     with torch.no_grad():

@@ -94,7 +94,7 @@ class Loaders:
 
     @property
     def repeated(self) -> bool:
-        """Tell whether a second epoch has begun over some loader."""
+        """Return whether a second epoch has begun over some loader."""
         return any([known["iterations"] > 1 for known in list(self._known.values())])
 
     def begin(self, event: EpochBegan) -> None:
@@ -167,7 +167,7 @@ class Loaders:
             self._announce(replace(told, step=self._state.next_step()))
 
     def _note_wait(self, seconds: float, number: int) -> None:
-        """Tell which loader training waits for, once it is clearly another one."""
+        """Announce which loader training waits for, once it is clearly another one."""
         self._waited[number] = self._waited.get(number, 0.0) + seconds
         self._batches += 1
         if self._batches < self._enough:
@@ -184,7 +184,7 @@ class Loaders:
         self._announce(AwaitedLoader(loader=longest, step=self._state.next_step()))
 
     def _ended(self, event: EpochEnded) -> None:
-        """Tell where a stream has ended: another rank's may go on."""
+        """Announce where a stream has ended: another rank's may go on."""
         stream = self._streams.pop(event.iterator, None)
         if stream is not None and not event.failed:
             self._announce(StreamEnded(**stream, step=self._state.next_step()))

@@ -42,7 +42,7 @@ class Adding:
         self._wholes: list[float] = []
 
     def holds(self, parts: Sequence[float]) -> bool:
-        """Tell it of a step, by the part of all labels that each of its losses is the sum over."""
+        """Take a step, by the part of all labels that each of its losses is the sum over."""
         if len(parts) < 2:
             return False
         whole = math.fsum(parts)
@@ -87,7 +87,7 @@ class Losses(Part, key="probe:losses"):
         return usual
 
     def _add_up(self) -> bool:
-        """Tell whether the losses are sums over labels, each divided by the labels of all, or nearly as many."""
+        """Return whether the losses are sums over labels, each divided by the labels of all, or nearly as many."""
         parts = [part() for part in self.label_shares if part is not None]
         return len(parts) == len(self.given) and self.adding.holds(parts)
 
@@ -236,7 +236,7 @@ class LoopCalls:
 
     @property
     def is_scaled(self) -> bool:
-        """Tell whether the loss that is given to backward next was scaled."""
+        """Return whether the loss that is given to backward next was scaled."""
         return self._scaled_by is not None
 
     def known_scale(self) -> float:

@@ -49,7 +49,7 @@ def backward_call(tree: ast.AST, line: int) -> ast.Call | None:
 
 
 def is_computed_in(call: ast.Call) -> bool:
-    """Tell whether a backward call computes the loss right there."""
+    """Return whether a backward call computes the loss right there."""
     return any([isinstance(n, ast.Call) and n is not call and not _is_scaling(n) for n in ast.walk(call)])
 
 
@@ -98,12 +98,12 @@ def _is_backward(call: ast.Call) -> bool:
 
 
 def _is_scaling(call: ast.Call) -> bool:
-    """Tell whether a call only passes the loss on: `scaler.scale(loss)`, `loss.mean()`."""
+    """Return whether a call only passes the loss on: `scaler.scale(loss)`, `loss.mean()`."""
     return isinstance(call.func, ast.Attribute) and call.func.attr in {"scale", "mean", "sum", "backward", "float"}
 
 
 def _is_rescaling(node: ast.Assign | ast.AugAssign | ast.AnnAssign, told: set[str]) -> bool:
-    """Tell whether an assignment only rescales what it assigns to: `loss = loss / len(parts)`, `loss /= 4`."""
+    """Return whether an assignment only rescales what it assigns to: `loss = loss / len(parts)`, `loss /= 4`."""
     factor: ast.expr | None
     if isinstance(node, ast.AugAssign):
         operator, factor = node.op, node.value

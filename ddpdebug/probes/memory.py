@@ -43,7 +43,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """What a provider tells, under the names of the row's fields."""
+    """What a provider reports, under the names of the row's fields."""
 
     host_bytes: int = 0
     host_private_bytes: int = 0
@@ -134,7 +134,7 @@ def _of_all_pools(stats: Mapping[str, Any], name: str, kind: str) -> int:
 
 
 def resident_bytes(statm: str) -> tuple[int, int]:
-    """Return (resident, private) bytes of a process; (0, 0) when it is gone or the system does not tell."""
+    """Return (resident, private) bytes of a process; (0, 0) when it is gone or the system does not report it."""
     try:
         file = os.open(statm, os.O_RDONLY)
     except OSError as error:
@@ -259,7 +259,7 @@ class MemoryProbe:
         self._state.since.parts[InputSizes].elements += elements
 
     def _begins(self, _: ModuleForwardBegan | None = None) -> None:
-        """Tell of the first forward with gradients: from then on the device is in use."""
+        """Report the first forward with gradients: from then on the device is in use."""
         if torch.is_grad_enabled() and not self._begun:
             self._begun = True
             self._bus.emit(FirstForward())

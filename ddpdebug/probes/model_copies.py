@@ -30,7 +30,7 @@ class _Known(NamedTuple):
 
 
 class ModelCopies:
-    """Tells of an optimizer that is about to step whether it trains a copy of what a DDP holds."""
+    """Returns of an optimizer that is about to step whether it trains a copy of what a DDP holds."""
 
     def __init__(self, bus: Bus, state: StepState, built: Built) -> None:
         self._bus, self._state, self._built = bus, state, built
@@ -38,7 +38,7 @@ class ModelCopies:
         self._round = self._steps = 0  # steps of the model, and steps of copies since its newest
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether the coming step is one of a copy. Reads the parameters once after each step of the model."""
+        """Return whether the coming step is one of a copy. Reads the parameters once after each step of the model."""
         wrappers = self._state.wrappers
         if not wrappers or self._state.in_backward:
             return False
@@ -56,7 +56,7 @@ class ModelCopies:
         return known.copies and self._steps <= MOST
 
     def model_runs(self) -> bool:
-        """Tell whether the model has forwards or backwards of its own for its coming step."""
+        """Return whether the model has forwards or backwards of its own for its coming step."""
         return self._state.syncs != self._state.synced or any([w.forwards for w in self._state.wrappers])
 
     def _copies(self, optimizer: torch.optim.Optimizer, before: _Known | None) -> bool:
@@ -91,7 +91,7 @@ def _varies(p: torch.Tensor) -> bool:
 
 
 def _all(holds: Callable[[torch.Tensor], bool], tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether something holds of all tensors; those after the first of which it does not are not read."""
+    """Return whether something holds of all tensors; those after the first of which it does not are not read."""
     for tensor in tensors:  # noqa: SIM110 - what a trace function raises as Python ends a generator is lost
         if not holds(tensor):
             return False

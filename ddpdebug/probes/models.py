@@ -71,7 +71,7 @@ class Models:
         known.append(weakref.ref(event.context))
 
     def in_no_sync(self, ddp: DistributedDataParallel) -> bool:
-        """Tell whether a context without reduction has been entered and not left: its generator waits in its middle."""
+        """Whether a context without reduction has been entered and not left: its generator waits in its middle."""
         contexts = (ref() for ref in self._no_syncs.get(id(ddp), ()))
         generators = (getattr(context, "gen", None) for context in contexts)
         return any(

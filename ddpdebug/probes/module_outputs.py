@@ -144,7 +144,7 @@ class ForwardProbe:
             self._guard.run("probe:layers", self._also, module, args, output)
 
     def _is_known_or_finite(self, output: Any) -> bool:
-        """Tell whether an output of the usual kind is finite, or the one that was looked at last: makes no object.
+        """Return whether an output of the usual kind is finite, or the one that was looked at last: makes no object.
 
         A container hands on what its last child gave: the same result of the same node.
         """
@@ -181,7 +181,7 @@ class ForwardProbe:
                 self._half(module, tensor, low, high)
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the very same tensor was looked at, unchanged: a container hands on what its last child gave."""
+        """Whether the very same tensor was looked at, unchanged: a container hands on what its last child gave."""
         key, version = id(tensor), internals.version_of(tensor)
         known = self._seen.get(key)
         if known is not None and known[1] == version and known[0].is_of(tensor):

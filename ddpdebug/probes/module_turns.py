@@ -35,7 +35,7 @@ class Turns:
         self._list(root)
 
     def is_of(self, root: torch.nn.Module) -> bool:
-        """Tell whether these are the modules of a model."""
+        """Return whether these are the modules of a model."""
         return self._root() is root
 
     @property

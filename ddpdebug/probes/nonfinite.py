@@ -286,7 +286,7 @@ class Numerics:
             self._clean[watch.index] = watch.step
 
     def may_be_new(self, watch: OptimizerWatch) -> bool:
-        """Tell whether parameters that turn out to be non-finite now have not been seen so before."""
+        """Return whether parameters that turn out to be non-finite now have not been seen so before."""
         return self._on and not self._known.get(watch.index)
 
     def _called(self, looks: Looks) -> tuple[str, int] | None:
@@ -296,7 +296,7 @@ class Numerics:
 
     @staticmethod
     def _is_scaler_skipping(watch: OptimizerWatch) -> bool:
-        """Tell whether an optimizer that is stepped anyway has been told by GradScaler to change nothing (fused)."""
+        """Return whether an optimizer that is stepped anyway has been told by GradScaler to change nothing (fused)."""
         verdicts = [found for o in watch.optimizers() if (found := internals.found_inf_of(o)) is not None]
         return any([bool(found) for found in verdicts if found.device.type == "cpu"])
 

@@ -20,7 +20,7 @@ _MAX_CALLS = 8
 
 
 def is_bad_call(call: ModuleCall) -> bool:
-    """Tell whether a module call returned what no mask explains: -Inf alone is what masks are made of."""
+    """Return whether a module call returned what no mask explains: -Inf alone is what masks are made of."""
     return bool(set(call.kinds) - {ranges.MINUS_INF})
 
 

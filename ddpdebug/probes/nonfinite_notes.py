@@ -52,7 +52,7 @@ class Looks(Part, key="probe:numerics-forward"):
 
     @property
     def noteworthy(self) -> bool:
-        """Tell whether there is something to tell of module calls, inputs or magnitudes."""
+        """Return whether there is something to announce of module calls, inputs or magnitudes."""
         return bool(self.forward or self.inputs or self.near or self.near_gradients)
 
     def let_go(self) -> None:
@@ -72,7 +72,7 @@ class Replaying:
 
     @property
     def awaited(self) -> bool:
-        """Tell whether what is told of the step waits for it."""
+        """Return whether what is told of the step waits for it."""
         return self.found is None and time.monotonic() < self._until
 
     def told(self) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class GroupSettings(Part, key="probe:hyper"):
 
 
 def _nothing(watch: OptimizerWatch) -> None:
-    """Stand in for what nobody has asked to be told."""
+    """Stand in where nothing subscribes."""
 
 
 class OptimizerWatch:
@@ -213,7 +213,7 @@ class OptimizerWatch:
         return f"{len(names)} parameters, {fingerprint.of_text(','.join(names)):016x}"
 
     def sharded(self) -> bool:
-        """Tell whether the state is sharded over ranks on purpose."""
+        """Return whether the state is sharded over ranks on purpose."""
         return any([internals.is_sharded(optimizer) for optimizer in self.optimizers()])
 
     def settings(self) -> GroupSettings:

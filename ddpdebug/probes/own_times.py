@@ -1,4 +1,4 @@
-"""How long a rank worked by itself in a step, and how long it waited: what tells a slow rank from one that waits.
+"""How long a rank worked by itself in a step, and how long it waited: what parts slow ranks from waiting ones.
 
 A clock around `backward` says nothing about that: a rank that is early waits inside it for the last one. What is a
 rank's own ends with the last gradient that it computes itself, which the hooks on the parameters see. Other collectives

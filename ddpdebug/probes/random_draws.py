@@ -112,7 +112,7 @@ class _Step:
 
 
 class RandomDraws:
-    """Reads the generators around the parts of checked steps, and tells what is drawn in each of many steps.
+    """Reads the generators around the parts of checked steps, and announces what is drawn in each of many steps.
 
     Args:
         announce: tells all ranks.
@@ -183,7 +183,7 @@ class RandomDraws:
             self._step.drawn[place, name] = None if numbers is None or known is None else numbers + known
 
     def _closes(self, event: StepClosing) -> None:
-        """Count the steps in a row, and tell of many; begin the next step."""
+        """Count the steps in a row, and announce many; begin the next step."""
         record, step = event.record, self._step
         self._step = _Step()
         next_is_checked = self._due(event.watch.index, record.step + 1)
@@ -383,7 +383,7 @@ def _lines(frame: FrameType | None) -> Iterator[announcements.DrawingLine]:
 
 
 def _chooses(call: ast.Call, name: str) -> bool | None:
-    """Tell whether a call draws what to choose; None where it draws nothing, or from a generator of its own."""
+    """Return whether a call draws what to choose; None where it draws nothing, or from a generator of its own."""
     if any([word.arg == "generator" for word in call.keywords]):
         return None
     if name == "sample" and getattr(getattr(call.func, "value", None), "id", "") == "random":

@@ -40,7 +40,7 @@ def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def is_surely_finite(tensor: torch.Tensor) -> bool:
-    """Tell from the sum, which takes less than half the time of a range; a sum that overflows proves nothing."""
+    """Decide by the sum, which takes less than half the time of a range; a sum that overflows proves nothing."""
     if type(tensor) is torch.Tensor and tensor.dtype in _WHOLE and internals.is_plain(tensor):
         return math.isfinite(float(tensor.detach().sum()))
     own = real_view(tensor)
@@ -86,7 +86,7 @@ def samples(tensor: torch.Tensor) -> list[int]:
 
 
 def is_additive_mask(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor holds nothing but 0 and -Inf: an attention mask, which is meant to be so."""
+    """Return whether a tensor holds nothing but 0 and -Inf: an attention mask, which is meant to be so."""
     own = real_view(tensor)
     return own is not None and bool(((own == 0) | (own == -math.inf)).all())
 

@@ -438,7 +438,7 @@ class Recorder:
         self._bus.emit(events.OptimizerEnded(watch))
 
     def end(self) -> None:
-        """Tell that no optimizer steps any more."""
+        """Announce that no optimizer steps any more."""
         for watch in self._state.watches:
             self._ended(watch)
 
@@ -534,7 +534,7 @@ class Recorder:
         return watch if watch is not None and watch.ref is not None and watch.ref() is optimizer else None
 
     def may_pass(self) -> bool:
-        """Tell whether a step may go unwatched: not where only what happens in between tells that there is one."""
+        """Return whether a step may go unwatched: not where only what happens in between tells that there is one."""
         hidden = self._fused is not None or self._hand is not None or self._veto is not None
         return not (hidden or self._stepping or any([watch.given_up for watch in self._state.watches]))
 

@@ -177,7 +177,7 @@ def _text(parted: Sequence[str], *, shared: int, alone: int, local: int) -> str:
 
 
 def _is_shared(layout: internals.Layout | None, world: int) -> bool:
-    """Tell whether other ranks hold the same part."""
+    """Return whether other ranks hold the same part."""
     if layout is None:
         return True
     return bool(layout.replicas) if internals.has_stages() else _parts(layout) < world

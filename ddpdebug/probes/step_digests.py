@@ -154,7 +154,7 @@ class ParameterDigests(Part, key="probe:parameters"):
     holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
 
     def changed_outside(self) -> bool:
-        """Tell whether the parameters are not those that this rank's previous step has left."""
+        """Return whether the parameters are not those that this rank's previous step has left."""
         if self.previous is None or self.glances is None:
             return False
         return list(self.previous) != self.glances()

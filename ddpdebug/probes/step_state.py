@@ -32,7 +32,7 @@ class Clock:
         self._told: Callable[[bool], None] | None = None  # as it stops, and as it goes on
 
     def tell(self, look: Callable[[bool], None] | None) -> None:
-        """Tell somebody as it stops, with True, and as it goes on, with False; or nobody any longer."""
+        """Call somebody as it stops, with True, and as it goes on, with False; or nobody any longer."""
         self._told = look
 
     def now(self) -> float:
@@ -106,7 +106,7 @@ class StepState:
         return next(iter([watch for watch in reversed(tuple(self.watches)) if watch.index == index]))
 
     def is_given_up(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether several threads step the parameters of an optimizer."""
+        """Return whether several threads step the parameters of an optimizer."""
         return any([watch.given_up and optimizer in watch.optimizers() for watch in tuple(self.watches)])
 
     def follow(self, module: torch.nn.Module) -> None:
@@ -115,7 +115,7 @@ class StepState:
         self._unwrapped.append(weakref.ref(module))
 
     def follows(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a model that trains without a DDP."""
+        """Return whether a module is a model that trains without a DDP."""
         return any([ref() is module for ref in self._unwrapped])
 
     @property

@@ -71,7 +71,7 @@ class StepVeto:
         return self._vote.error(*ending)
 
     def abstain(self, watch: OptimizerWatch) -> None:
-        """Tell the other ranks that the gradient scaler skips this step here."""
+        """Announce that the gradient scaler skips this step here."""
         self._vote.abstain(watch.index, watch.step)
 
     def tell_unguarded(self) -> None:

@@ -42,7 +42,7 @@ class Threads:
         self._changing = threading.RLock()  # a signal handler of the looking thread may train
 
     def is_here(self) -> bool:
-        """Tell whether this is the followed thread, or may still become it."""
+        """Return whether this is the followed thread, or may still become it."""
         return self.ident is None or self.ident == threading.get_ident()
 
     def watched(self) -> int:
@@ -51,7 +51,7 @@ class Threads:
         return self.ident if self.ident is not None and self._lives() else main
 
     def begins(self, model: int | None = None) -> bool:
-        """Tell whether the thread that trains here is the followed one; there has to be one from now on.
+        """Return whether the thread that trains here is the followed one; there has to be one from now on.
 
         Args:
             model: the number of the DDP that runs, None where it is not known.
@@ -79,15 +79,15 @@ class Threads:
         return False
 
     def alone(self) -> AbstractContextManager[bool]:
-        """Tell whether only this thread trains; no other begins to before the block ends."""
+        """Return whether only this thread trains; no other begins to before the block ends."""
         return _Alone(self, self._changing)
 
     def may_build(self) -> bool:
-        """Tell whether a model that is built here gets the same number on every rank."""
+        """Return whether a model that is built here gets the same number on every rank."""
         return not self.compared or all([t is threading.main_thread() for t in self._others()])
 
     def is_autograd(self) -> bool:
-        """Tell whether this is a thread of torch's own, which works for the one that called backward."""
+        """Return whether this is a thread of torch's own, which works for the one that called backward."""
         ident = threading.get_ident()
         known = next(iter([thread for thread in threading.enumerate() if thread.ident == ident]), None)
         return known is None or type(known).__name__ == "_DummyThread"
@@ -96,7 +96,7 @@ class Threads:
         return self._thread is not None and self._thread.is_alive()
 
     def _is_alike(self, model: int | None) -> bool:
-        """Tell whether this thread would be chosen on every rank, whichever of them is the first there."""
+        """Return whether this thread would be chosen on every rank, whichever of them is the first there."""
         others = list(self._others())
         if not others or model == 0:
             return True

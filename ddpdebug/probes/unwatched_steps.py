@@ -247,7 +247,7 @@ def _nobody() -> None:
 
 
 def _is_nested() -> bool:
-    """Tell whether an optimizer's step runs inside of another one's: torch's function around it lies there twice."""
+    """Return whether an optimizer's step runs inside of another one's: torch's function around it lies there twice."""
     frame, number = sys._getframe(1), 0  # noqa: SLF001 - the documented way to walk the stack cheaply
     while frame is not None:
         number += frame.f_code.co_filename == _OPTIMIZER and frame.f_code.co_name == "wrapper"
@@ -256,7 +256,7 @@ def _is_nested() -> bool:
 
 
 def _is_finite(loss: Any) -> bool:
-    """Tell whether nothing is known to be wrong with what `backward` is called on."""
+    """Return whether nothing is known to be wrong with what `backward` is called on."""
     if not is_a(loss, torch.Tensor) or not internals.is_plain(loss) or loss.device.type != "cpu" or loss.numel() != 1:
         return True
     return math.isfinite(loss.detach().item())

@@ -123,7 +123,7 @@ def _rest_around_forks() -> None:
 
 
 def _may_be_set() -> bool:
-    """Return whether somebody's timer may wait in this process; where the kernel does not tell, it may."""
+    """Return whether somebody's timer may wait in this process; where the kernel does not report it, it may."""
     try:
         return any(map(_waits_as_the_timer, _TASKS.iterdir()))
     except OSError:

@@ -59,7 +59,7 @@ class Pusher:
         (self._channel,) = Beside("ddpdebug.processes.pusher").channels
 
     def tell(self, **facts: Any) -> None:
-        """Tell the process `url`, `token`, `token_file` and `directory`, and later `end`."""
+        """Send the process `url`, `token`, `token_file` and `directory`, and later `end`."""
         with suppress(GoneError):
             self._channel.send(json.dumps(facts).encode())
 
@@ -94,7 +94,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows nothing: the token is for the hub that was named."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Return no other request."""
+        """Refuse redirects: another host would get the token."""
 
 
 class Post:

@@ -32,7 +32,7 @@ class RankState:
 
     Args:
         state: its process gives signs of life; gives none; has ended; or runs on another host, or did before this one
-            booted, so that nobody can tell.
+            booted, so that it is not known.
         age: seconds since its last sign of life, NaN where that is not known.
         seen: the same for the judge of hangs.
         words: what it does, or did last.

@@ -179,7 +179,7 @@ def started(pid: int) -> int:
 
 
 def children(pid: int | str = "self") -> list[int]:
-    """Return the processes that one has started, by default this one; none where the kernel does not tell."""
+    """Return the processes that one has started, by default this one; none where the kernel does not report it."""
     found: list[int] = []
     for file in _PROC.glob(f"{pid}/task/*/children"):
         with suppress(OSError, ValueError):

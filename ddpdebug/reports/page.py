@@ -42,7 +42,7 @@ margin-right: .35rem; }
 .even { fill: var(--soft); } td.n, th.n { text-align: right; } .pace { margin: .8rem 0; }
 .legend { margin: 0; font-size: .85rem; } .none { opacity: .7; font-style: italic; }
 .tiles { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1rem 0; }
-.tile { flex: 1 1 9rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
+.tile { flex: 1 1 7rem; border-radius: .4rem; padding: .5rem .8rem; background: var(--soft); \
 border-left: .4rem solid #999; }
 .tile b { display: block; font-size: 1.15rem; overflow-wrap: anywhere; }
 .good { border-color: #009E73; } .bad { border-color: #C62828; } .warn { border-color: #E69F00; }
@@ -82,7 +82,7 @@ def report(directory: Path, *, name: str = "") -> str:
     memory = {name: name for name in ("host", "device reserved", "device allocated") if any(_values(series[name]))}
     parts = [
         page_head(f"ddpdebug: run {run_id}", _STYLE + SWATCHES),
-        f"<h1>Run {run_id}</h1>",
+        f"<h1>{text(history.run.get('name') or 'Run', 60)} {run_id}</h1>",
         _tiles(history),
         _picture(history, steps),
         "<h2>Findings</h2>",

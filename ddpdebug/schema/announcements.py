@@ -1,4 +1,4 @@
-"""What ranks tell each other unasked, once each: announcements, topic by topic. Torch-free.
+"""What ranks announce to each other unasked, once each, topic by topic. Torch-free.
 
 A rank announces what it has learned; the rules compare it. On the wire and in `observations.jsonl` an announcement is a
 topic and a JSON value; `:<k>` behind the topic says which of several things of one kind it is about (the k-th DDP, the
@@ -40,10 +40,10 @@ class Announcement(Struct):
 
 
 class Announce(Protocol):
-    """Tells all ranks; `number` is that of the DDP, the loader, ... that an announcement is about."""
+    """Sends to all ranks; `number` is that of the DDP, the loader, ... that an announcement is about."""
 
     def __call__(self, announcement: Announcement, number: int | None = None) -> None:
-        """Tell it."""
+        """Announce it."""
 
 
 def topic_text(announcement: Announcement, number: int | None = None) -> str:
@@ -148,7 +148,7 @@ class NumberChange(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers(Announcement):
-    """Numbers in plain attributes of the k-th DDP's modules that have changed since they were told of last."""
+    """Numbers in plain attributes of the k-th DDP's modules that have changed since they were announced last."""
 
     topic: ClassVar[str] = "numbers"
 
@@ -991,7 +991,7 @@ class Hang(Announcement):
         kind: the ranks that are waited for have left, or have made other calls, or wait in a circle, or give no sign,
             or do not move, or are at work for far longer than ever before in this run.
         judge: the rank that has judged, and `number` of its hangs.
-        ranks: that are waited for and do not wait themselves; all that take part where nobody can tell.
+        ranks: that are waited for and do not wait themselves; all that take part where they cannot be distinguished.
         runs: such a rank gives no sign of life, but runs: code that lets no other thread run may be done yet.
         sides: ranks -> what they have called, of calls that differ, "0,2" -> "all_reduce #6".
         parted: rank -> the first call in which its notes differ from the others', in words.

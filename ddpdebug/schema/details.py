@@ -1,4 +1,4 @@
-"""What ranks tell each other about one step when somebody is suspicious: the details, kind by kind. Torch-free.
+"""The details of one step that ranks send to each other on suspicion, kind by kind. Torch-free.
 
 A rank builds the answer from what it kept of its recent steps (`monitor/details.py`); it travels as JSON in the
 exchange's variable part and lies in `observations.jsonl`. `DETAILS` has the classes by kind; `wire.py` says how they

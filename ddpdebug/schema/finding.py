@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpdebug.schema.wire import Struct, to_json
 
-#: Key of `evidence`: the groups of ranks that stand against each other, where nobody can tell who is right.
+#: Key of `evidence`: the groups of ranks that stand against each other, where none is a majority.
 UNDECIDED = "undecided_between"
 
 
@@ -49,7 +49,7 @@ class Finding:
         phase: where in the step; for RANK101 `init`, `load`, `optimizer` or `outside-optimizer`.
         location: the user's `file:line`.
         evidence: what was measured and against what; JSON values only.
-        places: host and device of the ranks, by rank, where the job has several hosts.
+        places: host and device of the ranks, by rank; on one host only the device of a single rank.
         id: names the finding within its run, the same on every rank; stays when ranks and subjects are added.
         ignored: the entry of `ignore` that it is silent by.
     """

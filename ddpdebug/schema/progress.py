@@ -1,4 +1,4 @@
-"""How far a rank has come and what it waits for: what ranks tell each other while somebody waits. Torch-free.
+"""How far a rank has come and what it waits for: what ranks send to each other while one of them waits. Torch-free.
 
 Times are seconds. Those of `RankProgress.time` are of the monotonic clock of its host, and can be compared there only.
 """

@@ -169,7 +169,7 @@ class Row(NamedTuple):
     copy_seconds: float = float("nan")  # copies from the host to a device; without a device not known
     cpu_seconds: float = float("nan")  # processor time of the thread that trains
     gc_seconds: float = float("nan")  # in Python's garbage collector
-    # memory at the end of the step, bytes; 0 where the system does not tell
+    # memory at the end of the step, bytes; 0 where the system does not report it
     host_bytes: int = 0  # resident set
     host_private_bytes: int = 0  # of these, neither backed by a file nor shared
     host_peak_bytes: int = 0  # largest resident set so far

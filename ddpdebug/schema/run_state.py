@@ -1,4 +1,4 @@
-"""The state of a process of a run, its waits, and the outcome it came to, as metrics tell them. Standard library only.
+"""The state of a process of a run, its waits, and the outcome it came to, as metrics show them. Standard library only.
 
 The codes are fixed: dashboards and alerts map them to words. They are ordered so that the largest of a run's ranks is
 that of the run: a run is lost that has lost one rank, whatever the others came to.
@@ -77,7 +77,7 @@ class End(NamedTuple):
 
 
 def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:  # noqa: PLR0911 - a line for each end
-    """Return the end of a process that could tell of it.
+    """Return the end of a process that could report it.
 
     Args:
         reason: of `RunEnded`.
@@ -100,7 +100,7 @@ def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:  # 
 
 
 def end_without_a_word(status: int | None, *, asked: bool = False, gravest: str = "") -> End:
-    """Return the end of a process that told nothing: it was killed, or left past its exit handlers.
+    """Return the end of a process that reported none: it was killed, or left past its exit handlers.
 
     Args:
         status: as `waitpid` has it; None where nobody could learn it.

@@ -200,7 +200,7 @@ class Step:
         return found
 
     def minority(self, name: str) -> Blamed:
-        """Return the ranks outvoted on a digest field; all ranks where nobody can tell."""
+        """Return the ranks outvoted on a digest field; all ranks without a majority."""
         return outvoted(self._shown(name))
 
     def _shown(self, name: str) -> dict[int, int]:
@@ -232,7 +232,7 @@ class Step:
         return tuple(sorted(found))
 
     def answers(self, kind: type[D]) -> Mapping[int, D]:
-        """Return what the ranks told of this step when they were asked for a kind of detail, by rank."""
+        """Return the answers of the ranks to a kind of detail of this step, by rank."""
         found: Mapping[int, Any] = self.details.get(kind.kind, {})  # instances of the kind, under its name
         return dict(sorted(found.items()))  # live, ranks answer in any order
 
@@ -294,14 +294,14 @@ def step_of(optimizer: int, step: int, rows: Mapping[int, Row], world: int) -> S
 class Blamed(tuple[int, ...]):  # noqa: SLOT001 - of a tuple they are empty
     """The ranks that a vote blames: those outside the largest group of equals; all where no group is the largest."""
 
-    #: The groups of equals, the largest first, where nobody can tell who is right; some of them where there are many.
+    #: The groups of equals, the largest first, without a majority; some of them where there are many.
     undecided: tuple[tuple[int, ...], ...] = ()
 
 
 def outvoted(values: Mapping[int, object]) -> Blamed:
     """Return the ranks whose value is not that of the largest group of equals; empty where all are equal.
 
-    Where two groups are the largest nobody can tell who is right, and all ranks are returned: so with two ranks, and
+    Where two groups are the largest none is a majority, and all ranks are returned: so with two ranks, and
     where each has a value of its own.
     """
     groups = sides(values)

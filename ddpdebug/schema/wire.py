@@ -1,4 +1,4 @@
-"""The JSON form of what ranks tell each other. Torch-free.
+"""The JSON form of what ranks send to each other. Torch-free.
 
 What is sent and kept are frozen dataclasses, whose type hints say what their JSON looks like. What is read may come
 from anywhere: reading never raises, keys that a class lacks are dropped, a value of a wrong type counts as missing.

@@ -50,7 +50,7 @@ class StepJudged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """The ranks that compare themselves now, and how far they are apart; told every few seconds and when it changes."""
+    """The ranks that compare themselves now, and how far they are apart; sent every few seconds and when it changes."""
 
     members: tuple[int, ...]  # ascending; empty once they can no longer talk
     apart: int = 0  # steps between the fastest and the slowest
@@ -58,7 +58,7 @@ class Met:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Who waits for whom now, and what that comes to; told every few seconds while it lasts, and once as it ends."""
+    """Who waits for whom now, and what that comes to; sent every few seconds while it lasts, and once as it ends."""
 
     state: WaitState = WaitState.NONE
     ranks: tuple[int, ...] = ()  # that are waited for
@@ -79,7 +79,7 @@ class FindingRaised:
 
 @dataclass(frozen=True, slots=True)
 class FindingIgnored:
-    """A finding that the user has asked to be silent about, new or seen again: it is kept and counted, and not told."""
+    """A finding that the user has asked to be silent about, new or seen again: it is kept and counted."""
 
     finding: Finding
 

@@ -33,7 +33,7 @@ _INTENDED = {
 
 
 def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
-    """Return what was compared in this step -> the ranks that were outvoted (all, where nobody can tell).
+    """Return what was compared in this step -> the ranks that were outvoted (all, without a majority).
 
     Computed once per step, whoever asks.
     """

@@ -267,7 +267,7 @@ class Terminal:
 
 
 def _other_speaker(finding: Finding, own: int) -> int | None:
-    """Return the rank that has told of a hang in another one's place, None where that is this one, or none did."""
+    """Return the rank that has reported a hang in another one's place, None where that is this one, or none did."""
     judge = str(finding.evidence.get(HANG, "")).partition(":")[0]
     return int(judge) if judge.isdecimal() and int(judge) != own else None
 
@@ -289,6 +289,7 @@ class Summary:
         self.compared = 0
         self.disagreed = 0
         self.local = False  # local SGD: compared where the replicas were averaged
+        self.sharded = False  # perhaps no other rank holds its parameters
         self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
         self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
         self._without_ddp = 0  # of these, those in which no DDP was involved
@@ -312,6 +313,7 @@ class Summary:
         if "parameters" in outvoted:
             self.last_states.add((record.step.optimizer, record.step.step))
         self.skipped += record.step.any(Flag.GUARD_SKIPPED)
+        self.sharded |= record.step.any(Flag.SHARDED)
         sharded = record.step.any(Flag.SHARDED) and "optimizer_state" in outvoted  # what there is to compare
         parted = any(outvoted.values())  # in settings too, which are compared in steps that are not checked
         certain = sharded or is_certified(record.step)
@@ -391,6 +393,8 @@ class Summary:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
         if self.local:
             items.append("replicas that are averaged now and then are compared only there")
+        elif self.sharded and self.compared and not self.last_states:
+            items.append("sharded parameters have no replicas to compare")
         elif world > 1 and self.compared and not self.last.items() <= self.last_states:
             items.append("the last step's parameters were not compared")
         return items

@@ -36,9 +36,22 @@ _OF_RANKS = frozenset({"changed_on", "not_at_its_end", "ranks", "fed_alike"})
 _OF_INDEX = frozenset({"index", "shape", "prediction", "target", "averaged_over"})
 #: Tables by something else than the rank, although their keys are numbers.
 _OF_DEPTH = frozenset({"std_by_depth", "std_between_inputs"})
+#: A label that goes on in its value: `agreed after step 19`, but `level: 3.4`.
+_GOES_ON = re.compile(r"(?:^| )(?:after|at|by|from|in|of|on|step|to|with)$")
 #: What says nothing at a glance: digests, how much was looked at, and what has followed.
 _LONG = frozenset(
-    {"digests", "samples", "consequences", "stacks", "loader", "parameters", "also_differing", "optimizer", "wrapper"}
+    {
+        "digests",
+        "samples",
+        "consequences",
+        "stacks",
+        "loader",
+        "instead",
+        "parameters",
+        "also_differing",
+        "optimizer",
+        "wrapper",
+    }
 )
 _DIGEST = re.compile(r"\b[0-9a-f]{8}(?:[0-9a-f]{8})?\b")
 #: The phase, or the evidence, that a cause is the likeliest in; it is first there.
@@ -111,15 +124,15 @@ def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
 
 
 def culprits_text(finding: Finding, world: int | None = None, *, places: bool = True) -> str:
-    """Return the ranks to blame as `ranks_text` does, where they run, and that nobody can tell where that is so."""
+    """Return the ranks to blame as `ranks_text` does, where they run, and that no majority outvotes them."""
     words = ranks_text(finding.ranks, world)
     if places and (where_they_run := _places_text(finding)):
         words += f" ({where_they_run})"
-    return f"{words} (nobody can tell which)" if UNDECIDED in finding.evidence else words
+    return f"{words} (no majority)" if UNDECIDED in finding.evidence else words
 
 
 def _places_text(finding: Finding) -> str:
-    """Return host and device of one rank, the hosts of several; empty where it is not told, or there are too many."""
+    """Return host and device of one rank, the hosts of several; empty where it is not known, or there are too many."""
     known = [clean(finding.places.get(str(rank), ""), _MAX_NAME) for rank in finding.ranks]
     if len(known) == 1 or not all(known):
         return known[0] if len(known) == 1 else ""
@@ -159,7 +172,7 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
     apart = _APART if element is None else _APART | _OF_ELEMENT
     shown = {k: v for k, v in evidence.items() if k not in apart and v is not None and v not in ({}, [], "")}
     if (sides := evidence.get(UNDECIDED)) and _are_ranks(sides):
-        short.append(" against ".join(map(ranks_text, sides)))
+        short.append(_against(sides))
     for key, value in list(shown.items())[:_MAX_EVIDENCE]:
         label = _label(key)
         if key in _ERRORS and isinstance(value, str):
@@ -169,10 +182,19 @@ def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list) and any(map(_is_tensor, value)):
             long += [f"{label}: {_value(item)}" for item in value[:_MAX_TENSORS]]
         else:
-            short.append(f"{label} {_figure(key, value)}")
+            short.append(_labelled(key, value))
     more = len(shown) - _MAX_EVIDENCE
     tail = [f"and {more} more in the run directory"] if more > 0 else []
     return ([SEPARATOR.join(short)] if short else []) + long + tail
+
+
+def _against(sides: Sequence[Sequence[int]]) -> str:
+    alone = len(sides) > 2 and all(len(side) == 1 for side in sides)
+    return (
+        f"no two of {ranks_text(rank for side in sides for rank in side)} agree"
+        if alone
+        else " against ".join(map(ranks_text, sides))
+    )
 
 
 def _are_ranks(sides: object) -> bool:
@@ -233,7 +255,7 @@ def _aligned(calls: Mapping[str, str]) -> list[str]:
 
 
 def _stacks(groups: object, told: str) -> list[str]:
-    """Return the user's innermost lines of each group of ranks, where these say more than was told already."""
+    """Return the user's innermost lines of each group of ranks, where these say more than was shown already."""
     found = []
     for ranks, frames in list(groups.items())[:_MAX_ITEMS] if isinstance(groups, Mapping) else ():
         known = (
@@ -300,7 +322,7 @@ def _figures(finding: Finding, world: int | None) -> list[str]:
         return [element]
     sides, found = evidence.get(UNDECIDED), list[str]()
     if sides and _are_ranks(sides) and (world or 0) > 2:
-        found.append(" against ".join(map(ranks_text, sides)))
+        found.append(_against(sides))
     errors = [clean(essence(str(evidence[key])), _MAX_LINE) for key in _ERRORS if evidence.get(key)]
     plain = {
         key: value
@@ -333,12 +355,17 @@ def _simple(key: str, value: Any) -> str:
         return f"{label}: {_value(value[0])}"
     if isinstance(value, list | tuple):
         plain = all(isinstance(item, str | int | float) for item in value)
-        return f"{label} {_figure(key, value)}" if plain and 0 < len(value) <= _MAX_LISTED else ""
-    return f"{label} {_figure(key, value)}"
+        return _labelled(key, value) if plain and 0 < len(value) <= _MAX_LISTED else ""
+    return _labelled(key, value)
 
 
 def _first_two(table: Mapping[Any, Any]) -> dict[Any, Any]:
     return dict([(key, one) for key, one in table.items() if isinstance(one, int | float | str)][:2])
+
+
+def _labelled(key: str, value: Any) -> str:
+    label = _label(key)
+    return f"{label}{'' if _GOES_ON.search(label) else ':'} {_figure(key, value)}"
 
 
 def _figure(key: str, value: Any) -> str:

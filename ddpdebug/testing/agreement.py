@@ -182,7 +182,7 @@ def _vote(labels: Mapping[int, Hashable]) -> str:
     """Return who stands against whom; where no side is the largest nobody is blamed."""
     blamed = outvoted(labels)
     if blamed.undecided:
-        return f"{' against '.join(map(ranks_text, blamed.undecided))}, nobody can tell"
+        return f"{' against '.join(map(ranks_text, blamed.undecided))}, no majority"
     return f"{ranks_text(blamed)} against {ranks_text(labels.keys() - {*blamed})}"
 
 

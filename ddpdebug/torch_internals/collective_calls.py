@@ -1,4 +1,4 @@
-"""The functions of `torch.distributed` by which ranks communicate, told of as they are called.
+"""The functions of `torch.distributed` by which ranks communicate, reported as they are called.
 
 Scripts import them by name, before ddpdebug is attached too, and torch calls some from others: so their code is
 exchanged (`function_code.py`), not their name. What torch puts around them (`_exception_logger`) stays as it is, and so

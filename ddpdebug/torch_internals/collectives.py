@@ -49,7 +49,7 @@ class Collectives:
         self._numbers: dict[int, dict[int, int]] = {}
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
-        """Return (entered, completed) by name of the script's groups; None where torch does not tell.
+        """Return (entered, completed) by name of the script's groups; None where torch does not report it.
 
         Torch counts messages from rank to rank as well, of which ranks may send more or fewer than others. They are
         left out as far as entries tell that were read; `exact` reads them where there is a new collective.
@@ -84,7 +84,7 @@ class Collectives:
         return found
 
     def newest(self, most: int = _KEPT) -> list[Issued]:
-        """Return the newest collectives of the script's groups, oldest first; empty where torch does not tell."""
+        """Return the newest collectives of the script's groups, oldest first; empty where torch does not report it."""
         known = _dump(entries=True)
         found = []
         for entry in (known or {}).get("entries") or ():

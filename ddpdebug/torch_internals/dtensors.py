@@ -223,5 +223,5 @@ def has_stages() -> bool:
 
 
 def is_own(parameter: torch.Tensor) -> bool:
-    """Tell whether a plain parameter has the marks by which Megatron-LM and what follows it knows a rank's own part."""
+    """Whether a plain parameter has the marks by which Megatron-LM and what follows it knows a rank's own part."""
     return getattr(parameter, "allreduce", None) is False or getattr(parameter, "tensor_model_parallel", None) is True

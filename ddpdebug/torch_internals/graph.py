@@ -36,7 +36,7 @@ class SavedHooks:
         self._closed.clear()
 
     def end(self) -> None:
-        """Nobody looks any more."""
+        """Stop looking at the graph."""
         self._from = sys.maxsize
 
     def entered(self, *_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""The loss functions of `torch.nn.functional`, told of when they are called without gradients.
+"""The loss functions of `torch.nn.functional`, reported when they are called without gradients.
 
 Only where the user has asked for it (`--validation-loss functions`): it changes functions for the whole process.
 

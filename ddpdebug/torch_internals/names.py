@@ -114,7 +114,7 @@ def update_default_group(group: Any) -> None:
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
-_GROUPS = Feature("groups that the script has made", "ranks that share batches on purpose may be told to be in error")
+_GROUPS = Feature("groups that the script has made", "ranks that share batches on purpose may be reported as an error")
 group_world: Any = thing(f"{_C10D}._world", _GROUPS, otherwise=None)
 
 _HANGS = Feature("torch's record of collectives", "of a hang it is not known which collective is waited in")
@@ -131,7 +131,7 @@ SEQUENCE_NUMBER = key(
 MEETINGS = (
     *(
         key(
-            f"{_C10D}.{name}", _HANGS, applies=dist.is_available, off="a rank that waits in the store is not told apart"
+            f"{_C10D}.{name}", _HANGS, applies=dist.is_available, off="a rank that waits in the store is not recognised"
         )
         for name in ("_store_based_barrier", "_new_process_group_helper")
     ),
@@ -216,7 +216,7 @@ is_functorch_wrapped: Callable[[Any], bool] = thing(
 )
 
 _STAND_ASIDE = Feature("unseen by modes and tensor classes", "modes and tensor classes of yours see operations of ours")
-#: How many modes lie on this thread's stacks; where torch does not tell, it is as if there always were some.
+#: How many modes lie on this thread's stacks; where torch does not report it, it is as if there always were some.
 dispatch_modes: Callable[[], int] = thing(
     "torch._C._len_torch_dispatch_stack",
     _STAND_ASIDE,
@@ -297,7 +297,7 @@ _CALLS = Feature("the calls of modules and of backward", "the module that ran ou
 #: Functions of torch's by which a frame of a stack is known.
 CALLS = tuple([key(f"{_MODULE}.{name}", _CALLS) for name in ("_call_impl", "_wrapped_call_impl")])
 RUN_BACKWARD = key(
-    "torch.autograd.graph._engine_run_backward", _CALLS, off="running out of memory in backward is not told apart"
+    "torch.autograd.graph._engine_run_backward", _CALLS, off="running out of memory in backward is not recognised"
 )
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ foreach_clone: Callable[..., Any] = thing(
     "torch._foreach_clone", _GRAPH, otherwise=_each_cloned, since=(2, 12), off="each copy is an operation of its own"
 )
 current_node: Callable[[], Any] = thing(
-    "torch._C._current_autograd_node", _GRAPH, otherwise=_none, off="operations of backward are not told by their line"
+    "torch._C._current_autograd_node", _GRAPH, otherwise=_none, off="operations of backward are not named by their line"
 )
 
 

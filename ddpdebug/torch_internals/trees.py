@@ -46,7 +46,7 @@ def own_attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def in_train_mode(module: torch.nn.Module) -> bool:
-    """Tell whether a module is in train mode; `__getattribute__` of the user's is not asked."""
+    """Return whether a module is in train mode; `__getattribute__` of the user's is not asked."""
     own = _dictionary(module).get("training")
     return bool(module.training if own is None else own)  # a `ScriptModule` has it elsewhere
 

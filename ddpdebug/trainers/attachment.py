@@ -54,7 +54,7 @@ class Attachment:
             say(f"ddpdebug: could not attach, training runs without it: {text_of(error)}\n")
 
     def tell(self, metrics: Mapping[str, Any] | None) -> None:
-        """Tell the validation loss out of what an evaluation has measured, by name."""
+        """Observe the validation loss out of what an evaluation has measured, by name."""
         monitor = current()
         if monitor is not None and metrics:
             monitor.guard.run("probe:observe", self._tell, monitor, metrics)

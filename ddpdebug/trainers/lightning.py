@@ -41,7 +41,7 @@ class DebugCallback(Callback):
             self._attachment.open()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell the validation loss that was logged."""
+        """Observe the validation loss that was logged."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._attachment.tell(trainer.callback_metrics)
 
@@ -65,6 +65,6 @@ class AddedCallback(DebugCallback):
         self._attachment = Attachment(None, None)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell the validation loss that was logged, where no callback of the script's does."""
+        """Observe the validation loss that was logged, where no callback of the script's does."""
         if not any(isinstance(one, DebugCallback) and type(one) is not AddedCallback for one in trainer.callbacks):
             super().on_validation_end(trainer, pl_module)

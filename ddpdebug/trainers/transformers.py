@@ -38,7 +38,7 @@ class DebugCallback(TrainerCallback):
         self._trains, self._told, self._metrics = True, False, {}
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Tell the validation loss; of several data sets each is evaluated by itself."""
+        """Observe the validation loss; of several data sets each is evaluated by itself."""
         if not self._trains or not metrics:
             return
         self._metrics.update(metrics)

@@ -53,7 +53,9 @@ def test_everything_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert DistributedDataParallel.forward is forward
     hangs = {"collectives", "/proc", "black box"}
     extras = {f"[{extra}]" for extra in doctor.EXTRAS}
-    machine = {"python", "torch", *extras}
+    machine = {"python", "torch", *extras, "open files"} | {"/dev/shm", "locked memory"} & {
+        check["name"] for check in report["checks"]
+    }
     assert {check["name"] for check in report["checks"]} == {
         "side group", "metrics port", "run directory", *hangs, *machine,
     }  # fmt: skip
@@ -85,6 +87,20 @@ def test_what_was_not_tried_and_what_is_not_installed(
     assert told["python"] == "3.9 to 3.10 were tried, this one was not"
     assert "this one is another" in told["torch"]
     assert told["[hub]"].startswith("not here: uvicorn; `pip install 'ddpdebug[hub]'` adds ")
+
+
+def test_low_limits_are_said_with_what_raises_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At the end, beside what is not installed; InfiniBand's only where there is some."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(doctor, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr(doctor, "_LEAST_SHARED", 1 << 80)
+    assert main(["doctor"]) == 0
+    tail = capsys.readouterr().out.partition("missing, and how to get it:\n")[2]
+    for words in ("/dev/shm low: ", "open files low: 1024; ", "locked memory low: 1024; ", "--shm-size", "ulimit -l"):
+        assert words in tail
 
 
 def test_no_accelerator_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,12 @@ _KEYS = 'Missing key(s) in state_dict: "{}fc.weight". Unexpected key(s) in state
         ("FAIL1043", "w = self.net.width + 1", "w = self.net.module.width + 1", {"error": "has no attribute 'width'"}),
         ("FAIL1044", "d = DataLoader(data, 4)", "d = DataLoader(data, 4, drop_last=True)", {}),
         ("RCP819", "l = mse(f(x), y)", "l = mse(f(x).squeeze(-1), y)", {"prediction": [4, 1]}),
+        (
+            "RCP819",
+            "l = mse(f(x), y)\nl.backward()",
+            "l = mse(f(x).squeeze(-1), y)\nl.backward()",
+            {"prediction": [4, 1]},
+        ),
         ("RCP819", "l = mse(f(x), a + b)", "l = mse(f(x), (a + b).squeeze(-1))", {"prediction": [4]}),
     ],
 )

@@ -236,7 +236,7 @@ def _unlocated(case: Case, finding: Finding) -> list[str]:
 
 
 def _names(word: str, texts: list[str]) -> bool:
-    """Tell whether `word` stands in a text as a name or a part of one: `log` in `aten.log.default`, not in `logits`."""
+    """Whether `word` stands in a text as a name or a part of one: `log` in `aten.log.default`, not in `logits`."""
     return any(re.search(rf"(?<![a-zA-Z])(?i:{re.escape(word)})(?![a-z0-9])", text) for text in texts)
 
 

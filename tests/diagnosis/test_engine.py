@@ -865,7 +865,7 @@ def test_a_loss_whose_model_was_not_looked_at() -> None:
 
 
 def test_causes_are_ordered_by_the_finding() -> None:
-    """Those of its phase first, then those of any phase, then those of others; a flipped bit has one of its own."""
+    """Those of its phase first, then those of any phase, then those of others; a flipped bit comes before all."""
     causes = ["`load`: a", "any", "`init`: b", "`bit flip`: c"]
     records: list[Any] = []
     reporter = Reporter(records.append, lambda: "now")
@@ -875,4 +875,4 @@ def test_causes_are_ordered_by_the_finding() -> None:
     reporter.report([(finding, True)])
     assert list(records[-1].finding.causes) == ["`init`: b", "any", "`load`: a", "`bit flip`: c"]
     reporter.add("x", {"flipped_bits": [3]})
-    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`init", "`bit "]
+    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`bit ", "`init"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ddpdebug.diagnosis.places import Places
 from ddpdebug.schema.announcements import Device, Place
 from ddpdebug.schema.finding import Finding, Severity
@@ -31,6 +33,14 @@ def test_one_host_is_not_named() -> None:
     [(finding, _)] = _places("node-a", "node-a", "node-a").named([(FOUND, True)])
     assert finding == FOUND
     assert "places" not in finding.to_json()
+
+
+def test_on_one_host_the_device_of_a_single_rank_is_named() -> None:
+    """It may be broken; of several ranks it says nothing."""
+    places = _places("node-a", "node-a")
+    places.hear(1, Device(gpu_uuid="GPU-7", device="cuda:1"))
+    found = places.named([(replace(FOUND, ranks=(1,)), True), (FOUND, True)])
+    assert [finding.places for finding, _ in found] == [{"1": "cuda:1"}, {}]
 
 
 def test_a_rank_that_has_said_nothing_has_no_place() -> None:

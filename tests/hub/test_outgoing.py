@@ -243,7 +243,7 @@ def test_a_failure_ends_no_thread(hub: _Hub, monkeypatch: pytest.MonkeyPatch) ->
     outgoing.start()
     assert told.wait(600)
     outgoing.close()
-    assert hub.said == ["nobody is told anything now: RuntimeError: odd"]
+    assert hub.said == ["nothing is sent to webhooks: RuntimeError: odd"]
 
 
 def test_who_is_dead_delays_nobody(hub: _Hub) -> None:

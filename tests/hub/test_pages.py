@@ -113,7 +113,7 @@ def test_the_list_of_runs_has_what_is_needed_to_see_who_is_ill(full: Hub) -> Non
     for part in ("hung 1", "ill 1", "finished 2", "RANK104", "HANG501", "node01", "2 ranks", "39", "5 steps/s"):
         assert part in text
     assert order(full, "/") == ["stuck1", "ill001", "evil01", "healthy"]  # of those that have ended, findings first
-    assert "2 runs need a person: 1 hung, 1 ill." in text
+    assert "2 runs need attention: 1 hung, 1 ill." in text
     assert full.site.get("/").text.count("<title>loss from 2 to ") == len(RUNS)
 
 
@@ -138,7 +138,7 @@ def test_the_list_is_filtered_and_sorted(full: Hub) -> None:
 def test_an_empty_hub_says_how_runs_come(hub: Hub) -> None:
     """The first page that anybody sees."""
     assert "no runs yet" in seen(hub, "/")
-    assert "No run that goes on needs anybody." in seen(hub, "/")
+    assert "No running run needs attention." in seen(hub, "/")
     assert "nothing that asks for attention" in seen(hub, "/groups")
 
 

@@ -165,7 +165,7 @@ def other_server(
 
 
 def equal(store: Store, directory: Path) -> bool:
-    """Tell whether a store has what a run directory has."""
+    """Return whether a store has what a run directory has."""
     paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
     return all(
         store.content(KEY, name) == path.read_bytes() for name, path in paths.items() if is_document(name) is not None

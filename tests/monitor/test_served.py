@@ -174,7 +174,7 @@ def keepers(pid: int) -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return bool(int(next(line for line in lines if line.startswith("SigCgt")).split()[1], 16) >> (number - 1) & 1)
@@ -182,7 +182,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def has_gone(pid: int) -> bool:
-    """Tell whether a process has ended; one that nobody has reaped yet has."""
+    """Return whether a process has ended; one that nobody has reaped yet has."""
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -56,7 +56,7 @@ class Job:
             self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def ended(self) -> bool:
-        """Tell whether the launcher has gone."""
+        """Return whether the launcher has gone."""
         return self.process.poll() is not None
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:

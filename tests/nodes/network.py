@@ -47,7 +47,7 @@ class Link:
     ports: frozenset[int] | None = None
 
     def passes(self, frame: bytes, chance: random.Random) -> bool:
-        """Tell whether the frame arrives."""
+        """Return whether the frame arrives."""
         if self.loss and chance.random() < self.loss:
             return False
         ports = _ports(frame) if self.ports is not None else None

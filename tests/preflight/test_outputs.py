@@ -80,7 +80,7 @@ def test_the_terminal_shows_all_and_keeps_its_width(width: int) -> None:
     text = render(CHECKS, width)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
-    for words in ("1 failed", "1 to look at", "worst inf", "1. the last layer", "2. labels are shifted"):
+    for words in ("1 failed", "1 to look at", "worst: inf", "1. the last layer", "2. labels are shifted"):
         assert words in flat
     assert "look at the logits" in flat
     assert "ddpdebug explain RCP801" in flat
@@ -144,7 +144,7 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
     text = " ".join(parser.texts)
     for words in (
         "8 batches",
-        "worst inf",
+        "worst: inf",
         "labels are shifted",
         "and 100 more",
         "steepest descent (0.001)",

@@ -53,7 +53,7 @@ class Event:
         self.at = self.stream.now
 
     def query(self) -> bool:
-        """Tell whether it has been reached."""
+        """Return whether it has been reached."""
         self.stream.asked += 1
         return self.stream.done
 

@@ -142,7 +142,7 @@ _FOREIGN: dict[str, Callable[[Path], torch.Tensor]] = {
 
 
 def _is_on(found: Any, given: torch.Tensor) -> bool:
-    """Tell whether this is a plain tensor that lies on the memory of the given one as that does."""
+    """Return whether this is a plain tensor that lies on the memory of the given one as that does."""
     return type(found) is torch.Tensor and found.is_set_to(given) and found.requires_grad == given.requires_grad
 
 

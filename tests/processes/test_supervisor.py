@@ -35,7 +35,7 @@ def _environ(tmp_path: Path) -> dict[str, str]:
 
 
 def _ended(file: Path) -> bool:
-    """Tell whether both processes of a tree have ended; one that was killed needs its turn for that."""
+    """Return whether both processes of a tree have ended; one that was killed needs its turn for that."""
     pids = [int(word) for word in file.read_text(encoding="utf-8").split()]
     return len(pids) == 2 and until(lambda: not any(map(_alive, pids)))
 

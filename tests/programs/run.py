@@ -136,7 +136,7 @@ class Outcome:
 
     @property
     def found(self) -> bool:
-        """Tell whether one of the codes was reported at all; ranks and order are judged in `problems`."""
+        """Return whether one of the codes was reported at all; ranks and order are judged in `problems`."""
         return self.fault is not None and any(f.code in self.fault.codes for f in self.findings)
 
 

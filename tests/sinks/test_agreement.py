@@ -28,7 +28,7 @@ def test_only_what_two_ranks_computed_was_compared() -> None:
 
 
 def test_outvoted_ranks_are_named() -> None:
-    """One of three, and all where nobody can tell."""
+    """One of three, and all without a majority."""
     rows = [
         Row(rank=i, params_after_digest=Digest(5), grads_digest=Digest(i + 1), modes_digest=Digest(7)) for i in range(3)
     ]
@@ -80,7 +80,7 @@ def test_groups_of_other_models_do_not_outvote_each_other() -> None:
     assert culprits(classes).undecided
 
 
-def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
+def test_a_finding_says_that_there_is_no_majority() -> None:
     """Beside its place, and who stands against whom; where ranks are outvoted nothing is said."""
 
     class Rule(Detector):
@@ -88,8 +88,8 @@ def test_a_finding_says_in_words_that_nobody_can_tell() -> None:
 
     tied = Rule().finding(ranks=outvoted(dict(enumerate("aabb"))), evidence={"number": 3})
     assert tied.evidence == {UNDECIDED: [[0, 1], [2, 3]], "number": 3}
-    assert where(tied, 4) == "all 4 ranks (nobody can tell which)"
-    assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number 3"]
+    assert where(tied, 4) == "all 4 ranks (no majority)"
+    assert evidence_lines(tied.evidence) == ["ranks 0-1 against ranks 2-3 · number: 3"]
     clear = Rule().finding(ranks=outvoted(dict(enumerate("abca"))), evidence={"number": 3})
     assert (where(clear, 4), clear.evidence) == ("ranks 1-2", {"number": 3})
 

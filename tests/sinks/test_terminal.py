@@ -110,7 +110,7 @@ def test_a_log_gets_plain_lines() -> None:
         "ddpdebug: critical RANK101: parameters differ between ranks\n"
         "  where     step 57 · rank 2 · outside-optimizer · train.py:88\n"
         "  what      layers.3.fc.weight\n"
-        "  evidence  differing 1\n"
+        "  evidence  differing: 1\n"
         "  perhaps   an edit on one rank\n"
         "  next      look at the named line\n"
         "            ddpdebug explain RANK101\n"
@@ -363,7 +363,9 @@ def test_the_last_line_says_whether_the_last_step_was_compared(digests: tuple[st
 )
 def test_shards_are_compared_by_what_is_gathered_or_reduced(fields: dict[str, Any]) -> None:
     """Although no rank holds what another one holds."""
-    assert "the ranks agreed in all 1 that were compared" in summary(judged(0, 0, 0, flags=Flag.SHARDED, **fields))
+    text = summary(judged(0, 0, 0, flags=Flag.SHARDED, **fields))
+    assert "the ranks agreed in all 1 that were compared · sharded parameters have no replicas to compare" in text
+    assert "the last step's parameters" not in text
 
 
 def test_the_last_line_counts_findings_by_severity() -> None:

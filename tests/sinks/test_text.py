@@ -39,7 +39,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
 def test_an_integer_beyond_every_float_is_a_text() -> None:
     """JSON of a damaged file may hold one."""
     (line,) = evidence_lines({"count": 10**400})
-    assert line.startswith("count 1000")
+    assert line.startswith("count: 1000")
     assert len(line) < 200
 
 
@@ -86,9 +86,9 @@ def test_values_by_rank_are_grouped_with_the_odd_ones_first() -> None:
 def test_short_evidence_shares_a_line_and_much_of_it_is_cut() -> None:
     """Lists, tables and unknown values included."""
     assert evidence_lines({"index": [4, 17], "ratio": 0.5, "hook": None, "group": {"lr": 0.1}}) == [
-        "index [4, 17] · ratio 0.5 · group lr 0.1"
+        "index: [4, 17] · ratio: 0.5 · group: lr 0.1"
     ]
-    assert evidence_lines({"shape": list(range(9))}) == ["shape [0, 1, 2, 3, 4, 5, …]"]
+    assert evidence_lines({"shape": list(range(9))}) == ["shape: [0, 1, 2, 3, 4, 5, …]"]
     assert evidence_lines({f"k{i}": i for i in range(8)})[-1] == "and 2 more in the run directory"
     assert evidence_lines({}) == []
 
@@ -98,7 +98,7 @@ def test_tensors_are_described_on_lines_of_their_own() -> None:
     zeros = {"name": "self", "dtype": "float32", "shape": [3, 4], "device": "cpu", "min": 0.0, "max": 2.5}
     operands = [{**zeros, "zeros": 1, "nan": 0, "inf": 2}, {"shape": [0]}, {"name": "exponent", "value": 0.5}]
     assert evidence_lines({"operation": "PowBackward0", "operands": operands}) == [
-        "operation PowBackward0",
+        "operation: PowBackward0",
         "operands: self = float32 [3, 4], 0 to 2.5, 1 zero, 2 inf",
         "operands: tensor [0], empty",
         "operands: exponent 0.5",
@@ -108,7 +108,7 @@ def test_tensors_are_described_on_lines_of_their_own() -> None:
 def test_a_bundle_is_something_to_do() -> None:
     """The command that replays it stands among the next steps, escaped, and not in the evidence."""
     told = dict(parts(finding(actions=["x"], evidence={"kinds": ["NaN"], "bundle": "runs/NUM301\x1b"})))
-    assert told["evidence"] == ["kinds NaN"]
+    assert told["evidence"] == ["kinds: NaN"]
     assert told["next"] == ["x", "ddpdebug replay runs/NUM301\\x1b", "ddpdebug explain RANK101"]
 
 
@@ -141,7 +141,7 @@ def test_errors_are_told_by_what_they_say() -> None:
 def test_the_text_of_an_error_has_a_line_of_its_own() -> None:
     """People search for it: it is not cut in its middle where it is short enough for a few lines."""
     text = "RuntimeError: " + "x" * 300
-    assert evidence_lines({"module": "fc", "error": text}) == ["module fc", f"error: {text}"]
+    assert evidence_lines({"module": "fc", "error": text}) == ["module: fc", f"error: {text}"]
 
 
 @pytest.mark.parametrize(

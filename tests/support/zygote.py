@@ -139,7 +139,7 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
 
 
 def _left_behind(group: int) -> bool:
-    """Tell whether a rank left processes behind (after some time for helpers that end with it), and end them."""
+    """Return whether a rank left processes behind (after some time for helpers that end with it), and end them."""
     deadline = time.monotonic() + 20
     while _alive(group):
         if time.monotonic() > deadline:
@@ -289,7 +289,7 @@ class Zygote:
 
 
 def _is_watched(job: dict[str, Any]) -> bool:
-    """Tell whether all ranks are."""
+    """Return whether all ranks are."""
     options = job["options"]
     return None not in options.values() if isinstance(options, dict) else options is not None
 

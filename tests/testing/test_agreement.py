@@ -45,7 +45,7 @@ def test_the_minority_the_index_and_the_values_are_named(rank: int, dtype: torch
 def test_two_ranks_have_no_majority(rank: int) -> None:
     """Nobody is blamed where nobody can know."""
     text = complaint(assert_ranks_agree, torch.tensor(float(rank)))
-    words = "rank 0 against rank 1, nobody can tell; first at []: 0.0 on rank 0, 1.0 on rank 1"
+    words = "rank 0 against rank 1, no majority; first at []: 0.0 on rank 0, 1.0 on rank 1"
     assert text == f"tensor differs between ranks: {words}"
 
 
@@ -76,9 +76,7 @@ def test_unusual_tensors(rank: int) -> None:
 def test_shape_dtype_and_name_are_compared_first(rank: int) -> None:
     """Before anything that would not fit."""
     shape = complaint(assert_ranks_agree, torch.zeros(2 + rank), "x")
-    assert shape.startswith(
-        "x has another shape or dtype: rank 0 against rank 1, nobody can tell; float32[2] on rank 0"
-    )
+    assert shape.startswith("x has another shape or dtype: rank 0 against rank 1, no majority; float32[2] on rank 0")
     dtype = complaint(assert_ranks_agree, torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
     assert "float64[2] on rank 1" in dtype
     names = complaint(assert_ranks_agree, torch.zeros(2), f"of {rank}")

@@ -59,7 +59,7 @@ def plain(line: str) -> str:
 
 
 def alike(shown: str, real: str) -> bool:
-    """Tell whether a line is as shown; `...` at its end stands for the rest."""
+    """Return whether a line is as shown; `...` at its end stands for the rest."""
     wanted, found = plain(shown), plain(real)
     return found.startswith(wanted[:-3].rstrip()) if wanted.endswith("...") else found == wanted
 

@@ -28,7 +28,7 @@ def board() -> Board:
         lines([(differing, "{{what}}")], count=True),
         "How many ranks differ",
         "Ranks outside the largest group of equals; all of them where no group is the largest, as always with two "
-        "ranks: then nobody can tell which of them is right.",
+        "ranks: then it is not known which of them is right.",
     )
     made.row("Ranks")
     outvoted = q.chosen("run_rank_what:ddpdebug_rank_outvoted:max", q.RANKS)

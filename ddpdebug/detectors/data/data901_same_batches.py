@@ -155,7 +155,7 @@ class SameBatches(Detector):
 
     def _report(self, first: int, last: int, groups: list[list[int]], what: str, location: str | None) -> Finding:
         ranks = tuple(sorted(rank for group in groups for rank in group))
-        evidence = {"groups": groups, "equal": what, "of_the_work_wasted": 1 - len(groups) / len(ranks)}
+        evidence = {"groups": groups, "equal": what, "share_of_the_work_wasted": 1 - len(groups) / len(ranks)}
         return self.finding(
             step=first, last_step=last, ranks=ranks, subject=("model input",), location=location, evidence=evidence
         )

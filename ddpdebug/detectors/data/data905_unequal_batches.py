@@ -153,7 +153,7 @@ class UnequalBatches(Detector):
 
     @staticmethod
     def _stopped(ended: StreamEnded, failure: Failure) -> bool:
-        """Tell whether a stream that was trained on ended at the step for which another rank still had a batch."""
+        """Return whether a stream that was trained on ended at the step for which another rank still had a batch."""
         trained = ended.step is not None and ended.step > ended.began
         return trained and failure.raised_in == ended.step and failure.phase in {"forward", "backward"}
 

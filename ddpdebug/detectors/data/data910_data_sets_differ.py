@@ -450,7 +450,7 @@ class DataSetsDiffer(Detector):
         )
 
     def _splits_overlap(self, told: Mapping[int, Loader]) -> bool:
-        """Tell whether ranks without a common sampler have drawn splits of one data set, each its own.
+        """Return whether ranks without a common sampler have drawn splits of one data set, each its own.
 
         Shards that a script deals out by hand do not overlap; what `random_split` has drawn once on each rank does.
         """
@@ -521,7 +521,7 @@ def _indices(told: Mapping[int, Loader]) -> dict[str, dict[int, Any]]:
 
 
 def _same_base(told: Mapping[int, Loader]) -> bool:
-    """Tell whether subsets are known to be of one data set: all that it holds is the same, and records are there."""
+    """Return whether subsets are known to be of one data set: all that it holds is the same, and records are there."""
     tables = [{name: value for name, value in fact.attributes.items() if not _own(name)} for fact in told.values()]
     records = any(set(fact.content) & set(table) for fact, table in zip(told.values(), tables, strict=True))
     return records and all(table == tables[0] for table in tables)
@@ -556,7 +556,7 @@ def _part(name: str, told: Mapping[int, Loader]) -> str:
 
 
 def _others_agree(name: str, told: Mapping[int, Loader]) -> bool:
-    """Tell whether other records, as many as these, are the same on all ranks: then these alone were moved."""
+    """Return whether other records, as many as these, are the same on all ranks: then these alone were moved."""
     first = next(iter(told.values()))
     alike = [n for n, held in first.content.items() if n != name and held.length == first.content[name].length]
     return any(len({fact.attributes.get(other) for fact in told.values()}) == 1 for other in alike)
@@ -587,7 +587,7 @@ def _numbering(name: str) -> bool:
 
 
 def _is_listed(name: str, fact: Loader) -> bool:
-    """Tell whether an attribute has a record for each item of the data set."""
+    """Return whether an attribute has a record for each item of the data set."""
     return name in fact.content and fact.content[name].length == fact.length
 
 

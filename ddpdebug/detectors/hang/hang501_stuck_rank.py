@@ -60,12 +60,12 @@ class StuckRank(HangRule):
       repetition inside of another, such as `(a+)+$`, may try more ways to match than there is time for
 
     Remedy:
-    - Move work for one rank away from the collectives, or give it a barrier on a group with a longer
+    - move work for one rank away from the collectives, or give it a barrier on a group with a longer
       `init_process_group(timeout=...)`
-    - Set `DataLoader(timeout=...)` so that a stuck worker raises, and `multiprocessing_context="spawn"` or
+    - set `DataLoader(timeout=...)` so that a stuck worker raises, and `multiprocessing_context="spawn"` or
       `"forkserver"` where threads exist before the fork
-    - Give locks, queues, sockets and subprocesses a timeout
-    - Take a failing node out of the job
+    - give locks, queues, sockets and subprocesses a timeout
+    - take a failing node out of the job
     """
 
     code = "HANG501"

@@ -42,11 +42,11 @@ class CollectiveMismatch(HangRule):
     - `dist.new_group` called by its members only, or in another order on some ranks
 
     Remedy:
-    - Let all ranks run the collective and only rank 0 use the result
-    - Take decisions from a value that was broadcast or all-reduced
-    - Sort what orders collectives
-    - Call `dist.new_group` on all ranks in the same order
-    - For data dependent paths use `find_unused_parameters=True`, and `with model.join():` for uneven batches
+    - let all ranks run the collective and only rank 0 use the result
+    - take decisions from a value that was broadcast or all-reduced
+    - sort what orders collectives
+    - call `dist.new_group` on all ranks in the same order
+    - for data dependent paths use `find_unused_parameters=True`, and `with model.join():` for uneven batches
     """
 
     code = "HANG502"

@@ -45,11 +45,11 @@ class LostRank(HangRule):
       thread of torch's met, an extension, a corrupted file
 
     Remedy:
-    - Repair the first failure
-    - Equalise the batches (`DistributedSampler`, `drop_last=True`) or train under `with model.join():`, with
+    - mend what ended the rank: its traceback or its signal is in the log of that rank
+    - equalise the batches (`DistributedSampler`, `drop_last=True`) or train under `with model.join():`, with
       `throw_on_early_termination=True` if all ranks should stop together
-    - All-reduce every stop decision
-    - Wrap `main` in `torch.distributed.elastic.multiprocessing.errors.record` so that the first error is kept
+    - all-reduce every stop decision
+    - wrap `main` in `torch.distributed.elastic.multiprocessing.errors.record` so that the first error is kept
     """
 
     code = "HANG503"

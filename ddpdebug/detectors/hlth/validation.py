@@ -32,7 +32,7 @@ class ValidationSource:
         return total / count if count else None
 
     def renewed(self) -> bool:
-        """Tell, once, whether what comes now is another quantity than before."""
+        """Return, once, whether what comes now is another quantity than before."""
         renewed, self._renewed = self._renewed, False
         return renewed
 

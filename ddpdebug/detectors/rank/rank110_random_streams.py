@@ -1,4 +1,4 @@
-"""RANK110: ranks draw the same random numbers where they should differ, or the reverse."""
+"""RANK110: all ranks draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class RandomStreams(StreakRule):
 
     code = "RANK110"
     severity = Severity.WARNING
-    title = "ranks draw the same random numbers where they should differ, or the reverse"
+    title = "all ranks draw the same random numbers"
     same_random_steps = enough = Threshold(
         16,
         "checked steps in a row in which all ranks drew alike",

@@ -26,13 +26,13 @@ class LearningRateZero(Detector):
 
     Causes:
     - the schedule has reached its end: its total is too small (RCP806)
-    - the scheduler was built for an optimizer that has since been replaced or wrapped
-    - `optimizer.lr = x` or `optimizer.defaults["lr"] = x`, which nothing reads
+    - `elsewhere`: the scheduler was built for an optimizer that has since been replaced or wrapped
+    - `elsewhere`: `optimizer.lr = x` or `optimizer.defaults["lr"] = x`, which nothing reads
     - a warm-up that starts at 0 and is never advanced, or integer division in its factor
     - a group added later whose lr the schedule does not cover
 
     Remedy:
-    - set `group["lr"] = x` for each group, or build the scheduler after the final optimizer
+    - `elsewhere`: set `group["lr"] = x` for each group, or build the scheduler after the final optimizer
     - use `(step + 1) / warmup`
     - give the schedule the real number of steps and a floor (`eta_min`)
     - after `load_state_dict` print the groups: the checkpoint's lr replaces the new one

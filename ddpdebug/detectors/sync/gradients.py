@@ -68,7 +68,7 @@ def gradient_classes(step: Step) -> RankClasses | None:
 
 
 def odd_ranks(step: Step) -> tuple[int, ...]:
-    """The ranks whose gradients are outvoted; all where nobody can tell."""
+    """The ranks whose gradients are outvoted; all without a majority."""
     return culprits(gradient_classes(step) or {})
 
 

@@ -41,14 +41,16 @@ class UnsynchronisedAccumulation(GradientRule):
     step does without them, and a later one gets them.
 
     Causes:
-    - the condition for `no_sync()` is off by one, or the last window of the epoch is shorter than the others
-    - only the forward is indented under `with model.no_sync():`, and `loss.backward()` follows outside
-    - `model.require_backward_grad_sync = last` set after the forward, as in loops written for another version
+    - `last-micro-batch`: the condition for `no_sync()` is off by one, or the last window of the epoch is shorter than
+      the others
+    - `forward-only`: only the forward is indented under `with model.no_sync():`, and `loss.backward()` follows outside
+    - `flag-after-forward`: `model.require_backward_grad_sync = last` set after the forward, as in loops written for
+      another version
     - an optimizer step that is taken early (end of epoch, time limit) in the middle of a window
 
     Remedy:
     - put forward and backward of all but the last micro-batch under `no_sync()`, and the last ones outside
-    - set `require_backward_grad_sync` before the forward of the micro-batch that it is meant for
+    - `flag-after-forward`: set `require_backward_grad_sync` before the forward of the micro-batch that it is meant for
     - compute "last" from the batches that remain: `last = i + 1 == len(loader) or (i + 1) % k == 0`
     """
 

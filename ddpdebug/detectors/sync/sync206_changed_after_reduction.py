@@ -57,7 +57,7 @@ class ChangedAfterReduction(GradientRule):
     code = "SYNC206"
     all_ranks = True
     severity = Severity.ERROR
-    title = "gradients were changed by some ranks for themselves"
+    title = "gradients were changed on some ranks only"
     after = UnsynchronisedAccumulation
     clip_factors_apart = Threshold(
         0.01,
@@ -148,7 +148,7 @@ class ChangedAfterReduction(GradientRule):
 
 
 def _who_changed(classes: RankClasses, ratios: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the outvoted ranks; where nobody can tell, those whose gradients grew or shrank, if only some did."""
+    """Return the outvoted ranks; without a majority, those whose gradients grew or shrank, if only some did."""
     voted = culprits(classes)
     changed = tuple(rank for rank in voted if abs(ratios.get(str(rank), 1.0) - 1.0) > _UNCHANGED)
     return changed if len(voted) == len(classes) and 0 < len(changed) < len(voted) else voted

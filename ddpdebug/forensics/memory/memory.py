@@ -75,7 +75,7 @@ class MemoryForensics:
             self.reports.hear(rank, announcement)
 
     def expect(self, what: str, size: int | None) -> None:
-        """Tell the rules of growth that is meant to be."""
+        """Announce to the rules growth that is meant to be."""
         if not isinstance(what, str) or not what or (size is not None and (not isinstance(size, int) or size <= 0)):
             raise ValueError(
                 f"expect_growth() got {what!r}, {size!r}; give a text and a number of bytes above 0, or None"

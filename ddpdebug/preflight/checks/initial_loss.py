@@ -72,7 +72,7 @@ def _value(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
 
 
 def _divided(seen: list[Seen], subject: Subject) -> int:
-    """Tell (1 or 0) whether the loss is divided by the number of micro-batches: it is then smaller than its call."""
+    """Return 1 or 0, whether the loss is divided by the number of micro-batches: it is then smaller than its call."""
     call = next((c for s in seen for c in s.calls if c.value is not None and c.value.numel() == 1), None)
     if call is None or call.value is None or subject.micro_batches == 1:
         return 0

@@ -188,7 +188,7 @@ class Beside:
             self._say(part, model, "follows", 1)
 
     def _collects(self) -> bool:
-        """Tell whether the statistics of a model that is trained have changed with its steps."""
+        """Return whether the statistics of a model that is trained have changed with its steps."""
         return any(
             [
                 isinstance(m, NORMS) and m.track_running_stats and m.num_batches_tracked is not None

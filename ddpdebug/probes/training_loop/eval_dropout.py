@@ -90,7 +90,7 @@ class Chance:
 
 
 class _Drawing:
-    """Tells which modules draw random numbers by code of their own, not by that of modules inside them."""
+    """Returns which modules draw random numbers by code of their own, not by that of modules inside them."""
 
     def __init__(self, entries: Entries, calls: DropoutCalls) -> None:
         self._calls = calls

@@ -97,7 +97,7 @@ class Inputs:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is data that came from outside and can be read at once."""
+    """Return whether a tensor is data that came from outside and can be read at once."""
     usual = is_plain(tensor) and tensor.is_floating_point() and tensor.device.type == "cpu"
     return usual and not tensor.requires_grad and _LEAST <= tensor.numel() <= _MOST
 

@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss tells before backward frees it: shapes, labels, what stands before the loss.
+"""What the autograd graph of a loss shows before backward frees it: shapes, labels, what stands before the loss.
 
 Nothing is hooked or patched: the nodes between the loss and the model are read, some tens of them at most, and only of
 the first backward passes and in checked steps. Labels are read where they are in host memory.
@@ -226,7 +226,7 @@ def scaled_by(node: Any) -> float | None:
 
 
 def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
-    """Tell whether some of what a loss adds up was multiplied by the loss scale, and some was not."""
+    """Return whether some of what a loss adds up was multiplied by the loss scale, and some was not."""
     waiting, found = [root.grad_fn], set[bool]()
     for _ in range(_MAX_NODES):
         node = waiting.pop(0) if waiting else None
@@ -243,12 +243,12 @@ def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
 
 
 def is_mean(term: Term) -> bool:
-    """Tell whether a loss function averages over its elements."""
+    """Return whether a loss function averages over its elements."""
     return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
 
 
 def takes_classes(term: Term) -> bool:
-    """Tell whether a loss function takes the numbers of classes for targets."""
+    """Return whether a loss function takes the numbers of classes for targets."""
     return term.node.name() in _CLASSES
 
 
@@ -360,7 +360,7 @@ def _total(logs: torch.Tensor) -> float | None:
 
 
 def _adds_up(targets: torch.Tensor | None) -> bool:
-    """Tell whether the rows of targets are distributions, where they are at hand."""
+    """Return whether the rows of targets are distributions, where they are at hand."""
     if targets is None or targets.device.type != "cpu" or not 0 < targets.numel() <= _MAX_LABELS or not targets.dim():
         return False
     with torch.no_grad():
@@ -401,7 +401,7 @@ def labels_of(term: Term) -> tuple[torch.Tensor, int] | None:
 
 
 def has_weights(term: Term) -> bool:
-    """Tell whether the classes of a loss carry weights."""
+    """Return whether the classes of a loss carry weights."""
     return graph.saved_tensor(term.node, "weight") is not None
 
 

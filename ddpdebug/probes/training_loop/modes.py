@@ -44,7 +44,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def changes(module: nn.Module) -> bool:
-    """Tell whether the mode changes what a module does."""
+    """Return whether the mode changes what a module does."""
     if isinstance(module, DROPOUTS):
         return module.p > 0
     if isinstance(module, NORMS):
@@ -104,7 +104,7 @@ class Modes:
         return known[1]
 
     def evaluates_in_train(self, root: nn.Module) -> bool:
-        """Tell whether a forward without gradients depends on chance, or changes running statistics.
+        """Return whether a forward without gradients depends on chance, or changes running statistics.
 
         BatchNorm without momentum collects statistics for averaged weights on purpose.
         """
@@ -130,5 +130,5 @@ def _part_of(root: nn.Module, still: Sequence[str]) -> InEval | None:
 
 
 def has_input_with_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether the gradient of an input is wanted: adversarial examples, saliency, penalties."""
+    """Return whether the gradient of an input is wanted: adversarial examples, saliency, penalties."""
     return any([tensor.requires_grad and tensor.is_leaf for tensor in tensors])

@@ -55,7 +55,7 @@ class Epochs:
         return RepeatedNumbers(steps=self._same, location=user_location()) if self._same == _SAME else None
 
     def backward_ends(self, root: torch.nn.Module | None) -> bool:
-        """Tell whether a backward of a model with dropout has drawn numbers."""
+        """Return whether a backward of a model with dropout has drawn numbers."""
         before, self._backward = self._backward, ()
         if root is None or not before or before == generators(root):
             return False

@@ -114,7 +114,7 @@ class Resume:
             self._tell(Restored(kind="itself", class_name=event.what, location=event.location, number=len(params)))
 
     def _is_own(self, event: Loaded, params: Mapping[str, torch.Tensor]) -> bool:
-        """Tell whether a load has given a model nothing but what it had, as it was after the newest step."""
+        """Return whether a load has given a model nothing but what it had, as it was after the newest step."""
         given = event.given if is_a(event.given, dict) else {}
         same = [
             internals.is_plain(p) and is_a(given.get(name), torch.Tensor) and given[name].data_ptr() == p.data_ptr()
@@ -259,7 +259,7 @@ def _some(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _stands_still(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the rates of an optimizer are next to nothing of what they were set to at first."""
+    """Return whether the rates of an optimizer are next to nothing of what they were set to at first."""
     rates = [(group.get("lr"), group.get("initial_lr")) for group in internals.groups(optimizer)]
     known = [(lr, first) for lr, first in rates if isinstance(lr, float | int) and isinstance(first, float | int)]
     return bool(known) and all([lr <= ENDED * first for lr, first in known])

@@ -49,7 +49,7 @@ class Rollouts:
             self._given.update(row_fingerprints(first, row_bytes, _PER_FORWARD))
 
     def collected(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Tell whether what was given since the last call was collected for the batch that is trained on now."""
+        """Return whether what was given since the last call was collected for the batch that is trained on now."""
         given, self._given = self._given, set()
         self._evaluations += 1
         if not given:

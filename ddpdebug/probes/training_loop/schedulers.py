@@ -252,7 +252,7 @@ class Schedules:
         return list(self._calls.values())
 
     def _in_vain(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether no optimizer that steps has the groups whose rates the scheduler sets.
+        """Return whether no optimizer that steps has the groups whose rates the scheduler sets.
 
         One that has stepped no more since another one steps what it has is one of the past.
         """
@@ -270,7 +270,7 @@ class Schedules:
         return True
 
     def _attribute(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether `optimizer.lr = x` keeps changing, which torch's own optimizers do not read."""
+        """Return whether `optimizer.lr = x` keeps changing, which torch's own optimizers do not read."""
         if not type(optimizer).__module__.startswith("torch.optim") or "lr" not in vars(optimizer):
             return False
         value = vars(optimizer)["lr"]
@@ -301,7 +301,7 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def is_at_its_start(scheduler: Any) -> bool:
-    """Tell whether one of torch's schedules has not moved since it was made."""
+    """Return whether one of torch's schedules has not moved since it was made."""
     return bool(vars(scheduler).get("last_epoch") == 0)
 
 

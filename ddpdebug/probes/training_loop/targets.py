@@ -48,7 +48,7 @@ class Targets:
     def read(
         self, terms: list[Term], root: torch.Tensor, rows: Container[int], *, by_scaler: bool
     ) -> announcements.Targets | None:
-        """Take the targets of a loss; return what is known of them where it is time to tell.
+        """Take the targets of a loss; return what is known of them where it is time to announce it.
 
         Chance is told where each sample has one target, and `rows` has their number: a language model that predicts
         each token stays for a while at how frequent the tokens are, on its way to more.

@@ -524,7 +524,7 @@ class Recipe:
         self._no_grad.clear()
 
     def _end_evaluation(self, batch: Tensors | None = None) -> None:
-        """Tell of the forwards without gradients that are over; `batch` is trained on next, where that is known."""
+        """Announce the forwards without gradients that are over; `batch` is trained on next, where that is known."""
         seen = self._evaluation
         if not seen.forwards:
             return
@@ -601,7 +601,7 @@ class Recipe:
             self._reconstructs |= target is not None and target.data_ptr() in self._loop.given
 
     def _look_at_first(self, found: list[Term], root: torch.Tensor, scale: float | None, line: str | None) -> None:
-        """Look at what only the first loss of a line can tell."""
+        """Look at what only the first loss of a line shows."""
         if (single := softmax_of_one(root)) is not None:
             self.tell(replace(single, location=expression(user_frame()) or line))
         if not self._state.next_step() and len(found) == 1:
@@ -693,7 +693,7 @@ class Recipe:
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
     def _moved(self, event: events.StepClosing) -> None:
-        """Tell of frozen parameters that a step has moved."""
+        """Announce frozen parameters that a step has moved."""
         if names := self._moves.after(event):
             fact = MovedParameters(names=names[:_MAX_NAMES], number=len(names), location=user_location())
             self.tell(fact, names)
@@ -910,7 +910,7 @@ class Recipe:
         return replace(fact, **fields)
 
     def _tell_once(self, fact: LossInput | TargetRange | LossBroadcast, line: str | None) -> None:
-        """Announce what was not told of a line yet."""
+        """Announce what was not announced of a line yet."""
         known, what = self._known.setdefault(type(fact), set()), (line, gist(fact))
         if what not in known and len(known) < _MAX_DIFFERENT:
             known.add(what)

@@ -177,7 +177,7 @@ class Evaluations:
             self._bus.emit(EvaluationForwardBegan(module, Tensors(args)))
 
     def _is_around(self, module: nn.Module) -> bool:
-        """Tell whether a model is evaluated around its DDP."""
+        """Return whether a model is evaluated around its DDP."""
         return (
             not torch.is_grad_enabled()
             and not internals.in_train_mode(module)
@@ -270,7 +270,7 @@ class Evaluations:
             noted.seen = True
 
     def _count(self) -> bool:
-        """Tell whether there was an evaluation, and count one of which no loss is known."""
+        """Return whether there was an evaluation, and count one of which no loss is known."""
         forwards, self._forwards = self._forwards, 0
         if not forwards:
             return False
@@ -281,7 +281,7 @@ class Evaluations:
         return evaluated
 
     def _follows(self, found: dict[_Line, _Losses]) -> bool:
-        """Tell whether the line that is followed took part in this evaluation; choose one."""
+        """Return whether the line that is followed took part in this evaluation; choose one."""
         if self._followed in found:
             self._left_out = 0
             return True

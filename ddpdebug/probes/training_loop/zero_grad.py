@@ -81,7 +81,7 @@ class Fed:
         return found
 
     def is_zero(self) -> bool:
-        """Tell whether the gradients are zero, as far as can be told without waiting for a device."""
+        """Return whether the gradients are zero, as far as can be told without waiting for a device."""
         grads = [internals.held_here(grad) for p in self.sample() if (grad := p.grad) is not None]
         if any([grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads]):
             return False
@@ -164,7 +164,7 @@ class Clearing:
         fed.stale = fed.stale or any(fed.marks)
 
     def carries(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether a backward has added to gradients that the optimizer has used."""
+        """Return whether a backward has added to gradients that the optimizer has used."""
         fed = self.of(optimizer)
         return fed.carried and fed.stale
 
@@ -208,7 +208,7 @@ class Clearing:
         return [fed for fed in self._living() if alone or self._is_own(fed)]
 
     def _is_own(self, fed: Fed) -> bool:
-        """Tell whether this thread alone trains an optimizer."""
+        """Return whether this thread alone trains an optimizer."""
         if fed.thread is None or fed.thread() is not threading.current_thread():
             return False
         optimizer = fed.optimizer()
@@ -223,7 +223,7 @@ class Clearing:
 
 
 def _begins_with_zeros(grad: torch.Tensor) -> bool:
-    """Tell whether the first elements are 0 or -0: from their bytes, which is one call where torch takes five."""
+    """Return whether the first elements are 0 or -0: from their bytes, which is one call where torch takes five."""
     if not (grad.is_floating_point() and grad.is_contiguous()) or type(grad) is not torch.Tensor or not grad.data_ptr():
         return not bool(grad.detach().flatten()[:_GLANCE].any())
     size = min(grad.nbytes, _GLANCE * grad.itemsize)

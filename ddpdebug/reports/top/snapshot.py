@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.progress.boxes import ELSEWHERE, read_ranks
+from ddpdebug.progress.boxes import DEAD, ELSEWHERE, RankState, read_ranks
 from ddpdebug.progress.waits import judge
 from ddpdebug.run_directory.reader import STEPS, damage, read_findings, read_newest, read_outcomes, read_run
 from ddpdebug.run_directory.segments import segment_paths
@@ -26,6 +26,8 @@ from ddpdebug.sinks.text import culprits_text, number, ranks_text
 #: Steps that a value is taken from when the newest did not compute it.
 _BACK = 64
 _MAX_WAITS = 6
+#: The end of a rank that could not report one.
+KILLED = "killed"
 _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
 
 
@@ -37,7 +39,7 @@ class RankView:
     step: int | None = None
     age: float = math.nan  # seconds since its last step
     loss: float = math.nan
-    norm: float = math.nan
+    losses: list[float] = field(default_factory=list)  # of the newest steps of the first optimizer; oldest first
     step_seconds: float = math.nan
     mean_seconds: float = math.nan  # of the steps that `own_seconds` is the mean of
     own_seconds: float = math.nan  # of these, what it did not wait for others
@@ -68,7 +70,6 @@ class Snapshot:
     hangs: bool = False  # and nobody expects that to end by itself
     waits: Sequence[str] = ()  # who waits for whom now, and for how long, in words
     blamed: Mapping[int, str] = field(default_factory=dict)  # rank -> code of a finding that names it by its evidence
-    losses: Sequence[float] = ()  # of the newest steps, over the ranks; oldest first
 
     @property
     def missing(self) -> int:
@@ -105,6 +106,8 @@ def from_directory(directory: Path) -> Snapshot:
     rows = read_newest(directory, world * _BACK)
     age = time.time() - max((path.stat().st_mtime for path in segment_paths(directory / STEPS)), default=math.nan)
     outcomes = read_outcomes(directory)
+    boxes = {} if run.get("outcome") else read_ranks(directory, world)
+    gone = {rank: one.ended or KILLED for rank, one in boxes.items() if one.state == DEAD}
     steps: dict[tuple[int, int], dict[int, Row]] = {}
     for row in rows:
         steps.setdefault((row.optimizer, row.step), {})[row.rank] = row
@@ -114,7 +117,7 @@ def from_directory(directory: Path) -> Snapshot:
     voted: dict[str, frozenset[int]] = {}
     costs: dict[int, list[float]] = {}
     timed: dict[int, list[Row]] = {}
-    chosen = paced = 0
+    chosen, paced, first = 0, 0, min(steps, default=(0, 0))[0]
     for (optimizer, reached), found in steps.items():
         step = step_of(optimizer, reached, found, world)
         chosen += step.chosen
@@ -124,7 +127,7 @@ def from_directory(directory: Path) -> Snapshot:
         for rank, cost in pace.costs(pace.own_times(step)).items():
             costs.setdefault(rank, []).append(cost)
         for rank, row in found.items():
-            _take(views.setdefault(rank, RankView(rank=rank)), row)
+            _take(views.setdefault(rank, RankView(rank=rank)), row, curve=optimizer == first)
             # of chosen rows most are here because their rank was first in something: as slow as in these it is not
             fair = not step.chosen or rank == min(found)
             if fair and math.isfinite(row.own_seconds) and not row.has(Flag.FIRST):
@@ -141,11 +144,11 @@ def from_directory(directory: Path) -> Snapshot:
             count = paced if chosen else len(known)  # where its row is not here it was not the last
             view.cost, view.last = sum(known) / count / mean, sum(map(bool, known)) / count
         view.outvoted = tuple(what for what, ranks in voted.items() if rank in ranks)
-        view.ended = str(outcomes.get(rank, {}).get("reason") or "")
+        view.ended = str(outcomes.get(rank, {}).get("reason") or gone.get(rank, ""))
         view.age = age if view.step is not None else math.nan
     findings = read_findings(directory)[::-1]
     return Snapshot(
-        title=f"{run['run']} in {directory}",
+        title=f"{run.get('name') or run['run']} · {directory}",
         world=world,
         ranks=[views[rank] for rank in sorted(views)],
         differing=differing,
@@ -154,14 +157,9 @@ def from_directory(directory: Path) -> Snapshot:
         damage=damage(directory),
         unchecked=_unchecked(run.get("coverage")),
         **_waiting(run.get("waiting")),
-        waits=[] if run.get("outcome") else _waits(directory, world),
+        waits=_waits(boxes),
         blamed=_blamed(findings, world),
-        losses=[fmean(known) for found in steps.values() if (known := _losses(found.values()))],
     )
-
-
-def _losses(rows: Iterable[Row]) -> list[float]:
-    return [row.loss for row in rows if math.isfinite(row.loss)]
 
 
 def _blamed(findings: Iterable[Finding], world: int) -> dict[int, str]:
@@ -186,9 +184,9 @@ def _waiting(known: object) -> dict[str, Any]:
     return {"waiting": " · ".join(filter(None, (words, known.get("location")))), "hangs": state.is_hang}
 
 
-def _waits(directory: Path, world: int) -> list[str]:
-    """Say who waits for whom now, by the black boxes of ranks on this host."""
-    ranks = {rank: one for rank, one in read_ranks(directory, world).items() if one.state != ELSEWHERE}
+def _waits(boxes: Mapping[int, RankState]) -> list[str]:
+    """Return who waits for whom now, by the black boxes of ranks on this host."""
+    ranks = {rank: one for rank, one in boxes.items() if one.state != ELSEWHERE}
     calls: dict[str, list[int]] = {}
     longest: dict[str, float] = {}
     for rank, one in ranks.items():
@@ -213,13 +211,15 @@ def _unchecked(record: object) -> str:
     return "" if known is None or known.complete is not False else known.line()
 
 
-def _take(view: RankView, row: Row) -> None:
+def _take(view: RankView, row: Row, *, curve: bool) -> None:
     view.step = row.step
     view.nonfinite = row.has(_NONFINITE)
-    known = {"loss": row.loss, "norm": row.grad_norm, "step_seconds": row.step_seconds}
+    known = {"loss": row.loss, "step_seconds": row.step_seconds}
     for name, value in known.items():
         if not math.isnan(value):
             setattr(view, name, value)
+    if curve and math.isfinite(row.loss):
+        view.losses.append(row.loss)
     view.host, view.device = row.host_bytes, row.device_reserved_bytes
 
 

@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpdebug.reports.html import duration
-from ddpdebug.reports.top.snapshot import RankView, Snapshot
+from ddpdebug.reports.top.snapshot import KILLED, RankView, Snapshot
 from ddpdebug.schema.ended import parse_end
-from ddpdebug.sinks.text import clean, number, percent
+from ddpdebug.sinks.text import clean, counted, number, percent
 
 _GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yellow", "dim"
 _STALE_SECONDS = 120
 _SLOW = 0.1
-_LASTS = 3
+_LASTS = 2
 _BLOCKS = "▁▂▃▄▅▆▇█"
 #: Cells of the bar of a rank's step; of each phase the letter, and how it looks.
 _CELLS = 8
@@ -35,22 +35,15 @@ def view(snapshot: Snapshot, height: int) -> RenderableType:
     """Return verdicts, ranks and the newest findings in at most `height` lines; the ill ranks come first."""
     incidents = snapshot.incidents[:5]
     waiting = len(snapshot.waits) or bool(snapshot.waiting)
-    last = ", ".join(f"rank {rank.rank} in {_share(rank.last)}" for rank in snapshot.lasts[:_LASTS])
-    room = max(3, height - 7 - len(incidents) - bool(snapshot.damage) - waiting - bool(last) - bool(snapshot.losses))
+    room = max(3, height - 7 - len(incidents) - bool(snapshot.damage) - waiting)
     shown = sorted(snapshot.ranks, key=_health)[:room]
     title = Text(f"ddpdebug top · {clean(snapshot.title, 160)}", "bold", no_wrap=True, overflow="ellipsis")
-    parts: list[RenderableType] = [title, _verdicts(snapshot)]
+    parts: list[RenderableType] = [title, _verdicts(snapshot), _pace(snapshot)]
     if snapshot.waiting:
         parts.append(Text(clean(snapshot.waiting, 300), _BAD if snapshot.hangs else _WARN))
     if snapshot.unchecked:
         parts.append(Text(clean(snapshot.unchecked, 400), _WARN))
     parts += [Text(clean(words, 300), _WARN) for words in snapshot.waits]
-    if last:
-        parts.append(Text(f"slowest of a step, in the newest steps: {last}", _DIM))
-    if len(snapshot.losses) > 1:
-        parts.append(
-            Text(f"loss of the newest steps: {sparkline(snapshot.losses)} {number(snapshot.losses[-1])}", _DIM)
-        )
     parts.append(_ranks(snapshot, shown))
     if (hidden := len(snapshot.ranks) - len(shown)) > 0:
         parts.append(Text(f"{hidden} more ranks, none of them worse", _DIM))
@@ -66,16 +59,16 @@ def view(snapshot: Snapshot, height: int) -> RenderableType:
 COLUMNS = """\
 step  newest optimizer step       time  of a step, and of that:
 loss  of that step                own   without waiting for other ranks
-norm  of its gradients            cost  what steps would be shorter without it
-host  memory of the process       phases  data, forward, backward, optimizer,
-                                        . other, waiting for other ranks
+curve losses of the newest steps  cost  what steps would be shorter without it
+GiB   memory of the process       phases  data, forward, backward, optimizer,
+CUDA  GiB reserved on the device        . other, waiting for other ranks
 """
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float], width: int = 8) -> str:
     """Return a curve of blocks, one for each of the newest values."""
     shown = list(values)[-width:]
-    low, high = min(shown), max(shown)
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = high / 2 - low / 2  # halves: a difference may be beyond the largest number
     return "".join(
         _BLOCKS[int((value / 2 - low / 2) / span * (len(_BLOCKS) - 1)) if span > 0 else 0] for value in shown
@@ -104,28 +97,37 @@ def _verdicts(snapshot: Snapshot) -> Text:
     apart = {what: count for what, count in snapshot.differing.items() if count}
     model = {what: count for what, count in apart.items() if what != "gradients"}
     straggler = snapshot.straggler
-    age = min((rank.age for rank in snapshot.ranks if not math.isnan(rank.age)), default=math.nan)
     finished = snapshot.ranks and not alive
     compared = bool(snapshot.differing)
-    up = ("all up", _GOOD) if not snapshot.missing else (f"{snapshot.missing} ranks missing", _BAD)
+    up = ("all up", _GOOD) if not snapshot.missing else (f"{counted(snapshot.missing, 'rank')} missing", _BAD)
+    ended = (KILLED, _BAD) if any(rank.ended == KILLED for rank in snapshot.ranks) else ("ended", _DIM)
     late = straggler is not None and straggler[1] >= _SLOW
     slow = f"rank {straggler[0]} +{percent(straggler[1])}" if straggler else ""
     tiles = [
-        ("ended", _DIM) if finished else up,
+        ended if finished else up,
         _tile("ranks agree", f"ranks differ: {', '.join(model)}", not model, known=compared),
         _tile(
             "gradients in sync", "gradients differ", "gradients" not in apart, known="gradients" in snapshot.differing
         ),
         *([("NaN or Inf", _BAD)] if any(rank.nonfinite for rank in snapshot.ranks) else []),
         *([(slow, _BAD)] if late else []),
-        (f"overhead {percent(snapshot.overhead)}" if math.isfinite(snapshot.overhead) else "overhead ?", _DIM),
-        (f"last step {_seconds(age)} ago", _BAD if age > _STALE_SECONDS and not finished else _DIM),
     ]
     line = Text()
     for text, style in tiles:
         line.append(f" {text} ", style)
         line.append(" ")
     return line
+
+
+def _pace(snapshot: Snapshot) -> Text:
+    """Return when the last step was, what ddpdebug costs, and who is the slowest how often, on one line."""
+    age = min((rank.age for rank in snapshot.ranks if not math.isnan(rank.age)), default=math.nan)
+    stale = age > _STALE_SECONDS and not all(rank.ended for rank in snapshot.ranks)
+    rest = [f"overhead {percent(snapshot.overhead)}"] if math.isfinite(snapshot.overhead) else []
+    if last := ", ".join(f"rank {rank.rank} in {_share(rank.last)}" for rank in snapshot.lasts[:_LASTS]):
+        rest.append(f"slowest: {last}")
+    line = Text(f"last step {_seconds(age)} ago", _BAD if stale else _DIM, no_wrap=True, overflow="ellipsis")
+    return line.append("".join(f" · {text}" for text in rest), _DIM)
 
 
 def _tile(good: str, bad: str, fine: bool, *, known: bool = True) -> tuple[str, str]:  # noqa: FBT001 - the verdict
@@ -137,7 +139,7 @@ def _tile(good: str, bad: str, fine: bool, *, known: bool = True) -> tuple[str, 
 def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     device = any(rank.device > 0 for rank in snapshot.ranks)
-    names = ["rank", "step", "loss", "norm", "time", "own", "phases", "cost", "host", *(["device"] if device else [])]
+    names = ["rank", "step", "loss", "curve", "time", "own", "phases", "cost", "GiB", *(["CUDA"] if device else [])]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state")
@@ -148,7 +150,7 @@ def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
             str(rank.rank),
             "" if rank.step is None else str(rank.step),
             _number(rank.loss),
-            _number(rank.norm),
+            sparkline(rank.losses),
             _seconds(rank.step_seconds),
             Text(_seconds(rank.own_seconds), _WARN if late else ""),
             phase_bar(rank),
@@ -165,13 +167,13 @@ def _share(value: float) -> str:
 
 
 def _state(rank: RankView, snapshot: Snapshot) -> Text:
-    if alone := [what for what in rank.outvoted if what not in snapshot.undecided]:
-        return Text(f"outvoted: {', '.join(alone)}", _BAD)
+    several = sum(map(bool, snapshot.differing.values())) > 1  # else the verdicts say in what
+    alone = [what for what in rank.outvoted if what not in snapshot.undecided]
     if rank.outvoted:
-        named = snapshot.blamed.get(
-            rank.rank, "the others differ" if snapshot.blamed else "differs, nobody can tell who"
-        )
-        return Text(f"{named}: {', '.join(rank.outvoted)}", _WARN if named == "the others differ" else _BAD)
+        tie = snapshot.blamed.get(rank.rank, "others differ" if snapshot.blamed else "differs")
+        named = "outvoted" if alone else tie
+        text = f"{named}: {', '.join(alone or rank.outvoted)}" if several else named
+        return Text(text, _WARN if named == "others differ" else _BAD)
     if rank.nonfinite:
         return Text("NaN or Inf", _BAD)
     if rank.ended:
@@ -190,4 +192,4 @@ def _seconds(value: float) -> str:
 def _bytes(value: float) -> str:
     if math.isnan(value) or value <= 0:
         return ""
-    return f"{number(value / (1 << 30), 3)} GiB"
+    return number(value / (1 << 30), 2)

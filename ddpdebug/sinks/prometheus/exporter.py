@@ -439,7 +439,7 @@ def _form(environ: Mapping[str, Any]) -> Form:
 
 
 def _lasts(finding: Finding, newest: int) -> bool:
-    """Return whether a finding is current: what is told once, or without a step, is never told to be over."""
+    """Return whether a finding is current: what is reported once, or without a step, never ends."""
     seen = finding.step if finding.last_step is None else finding.last_step
     if ENDED in finding.evidence:
         return False

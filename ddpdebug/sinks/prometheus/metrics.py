@@ -70,7 +70,7 @@ GAUGES = {
         "Validation loss, given by observe(), or as seen in evaluations.",
     ),
 }
-#: Gauge -> field of the newest row of any optimizer, help; 0 where the system does not tell.
+#: Gauge -> field of the newest row of any optimizer, help; 0 where the system does not report it.
 _MEMORY = {
     "ddpdebug_host_memory_bytes": ("host_bytes", "Resident memory of the process."),
     "ddpdebug_host_private_memory_bytes": ("host_private_bytes", "Of these, neither backed by a file nor shared."),
@@ -517,7 +517,7 @@ def own_metrics(
 
 
 def is_about_making(finding: Finding) -> bool:
-    """Whether a finding tells of a NaN or an infinity that ranks have made."""
+    """Whether a finding is about a NaN or an infinity that ranks have made."""
     return finding.code in _MADE and bool(finding.ranks)
 
 
