@@ -59,4 +59,4 @@ def test_reports_come_over_the_network(
     assert [path.name for path in (first / "ranks").iterdir()] == ["0"]
     capfd.readouterr()
     assert main(["verdict", str(first)]) == code
-    assert words in capfd.readouterr().err
+    assert words in capfd.readouterr().out

@@ -115,7 +115,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         told = str(ask("stacks")["text"])
         assert ": waits in " in told
         assert f"{_STOPS}:" in told
-        assert "rank 2 (no sign of life: what it did last): " in told
+        assert "rank 2 (no sign of life, last seen): " in told
         assert "stopped by a signal" in told
         threads = ask("stacks", "--json", "--all-threads")["groups"]
         assert isinstance(threads, list)
