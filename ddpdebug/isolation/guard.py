@@ -60,6 +60,10 @@ _ON_DEVICES = frozenset({"close:by-hand", "close:last-state", "close:optimizers"
 #: Parts that look at tensors, or let go of them: those of a device that has failed are left alone for ever.
 _OF_TENSORS = ("probe:", "event:", "forensics:", "close:hooks", *_ON_DEVICES)
 
+#: Parts that put a mode of ours on the stack, or take it off. All others stand aside of it, as of the user's: a number
+#: that torch holds as a tensor comes out of a mode as a number, which no operation takes.
+_OF_OWN_MODES = ("close:", "forensics:memory")
+
 
 class Guard:
     """Runs probe code. Counts the time spent in it (`seconds`) and remembers which parts are off.
@@ -100,7 +104,8 @@ class Guard:
             return None
         if (self.capturing or failure.failed) and self._is_of_device(part):
             return None
-        if _dispatch_modes() > self.own_modes or _function_modes() or _transforms() is not None:
+        own = self.own_modes if part.startswith(_OF_OWN_MODES) else 0
+        if _dispatch_modes() > own or _function_modes() or _transforms() is not None:
             if not internals.can_step_aside():
                 return None
             args, probe = (probe, *args), internals.aside_of_modes

@@ -581,6 +581,16 @@ class _Functions(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_mode_of_ours_is_seen_by_the_parts_that_put_it_there_alone(guard: Guard, troubles: list[Any]) -> None:
+    """A number that torch holds as a tensor comes out of any mode as a number, which no operation takes."""
+    product: Any = (torch.ones(2, requires_grad=True) * 7).grad_fn
+    with _Counts():
+        guard.own_modes = 1
+        read = [guard.run(part, lambda: product._saved_other.item()) for part in ("probe:losses", "close:memory")]
+    assert read == [7, None]
+    assert [part for part, _ in troubles] == ["close:memory"]
+
+
 def test_what_hangs_on_a_part_goes_off_with_it(guard: Guard, troubles: list[tuple[str, str]]) -> None:
     """Each says so once, others go on, and what was in place is taken away, even if that fails too."""
     gone: list[str] = []
