@@ -586,7 +586,7 @@ def test_a_mode_of_ours_is_seen_by_the_parts_that_put_it_there_alone(guard: Guar
     product: Any = (torch.ones(2, requires_grad=True) * 7).grad_fn
     with _Counts():
         guard.own_modes = 1
-        read = [guard.run(part, lambda: product._saved_other.item()) for part in ("probe:losses", "close:memory")]
+        read = [guard.run(part, product._saved_other.item) for part in ("probe:losses", "close:memory")]
     assert read == [7, None]
     assert [part for part, _ in troubles] == ["close:memory"]
 
