@@ -61,7 +61,16 @@ class Job:
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank."""
-        os.kill(int((self._folder / f"pid-{rank}").read_text()), number)
+        os.kill(self._pid(rank), number)
+
+    def lose_rank(self, rank: int) -> None:
+        """Kill one rank while its launcher, which would end the others, is stopped: as where its node is lost."""
+        status = Path(f"/proc/{self._pid(rank)}/status").read_text()
+        os.kill(int(re.findall(r"^PPid:\s+(\d+)", status, re.MULTILINE)[0]), signal.SIGSTOP)
+        self.signal_rank(rank, signal.SIGKILL)
+
+    def _pid(self, rank: int) -> int:
+        return int((self._folder / f"pid-{rank}").read_text())
 
     def kill(self) -> None:
         """End all its processes at once; torch's launcher gives each rank a session of its own."""
@@ -130,12 +139,15 @@ def test_every_alert_fires_and_resolves_and_every_panel_has_data(
     until(lambda: not _empty_panels(prometheus), pause=1)  # a scrape may have come too late
     empty = _empty_panels(prometheus)
     job.signal_rank(3, signal.SIGSTOP)
-    until(lambda: look() or {"DdpdebugHang", "DdpdebugRanksMissing"} <= {*fired}, pause=0.5)
-    assert wanted - {*fired} == {"DdpdebugRunLost"}
+    until(lambda: look() or "DdpdebugHang" in fired, pause=0.5)
+    assert wanted - {*fired} == {"DdpdebugRanksMissing", "DdpdebugRunLost"}
     hang = fired["DdpdebugHang"]["annotations"]
     assert re.search(r"hangs: rank 3 without a sign of life in interpreter at \S*ill\.py:\d+$", hang["summary"]), hang
     assert " is HANG501 on rank 3" in hang["description"]
+    job.lose_rank(3)
+    until(lambda: look() or "DdpdebugRanksMissing" in fired, pause=0.5)
     assert fired["DdpdebugRanksMissing"]["annotations"]["summary"].startswith("rank 3 is missing from run ill (")
+    assert wanted - {*fired} == {"DdpdebugRunLost"}
     job.kill()
     until(lambda: look() or wanted <= {*fired}, pause=0.5)
     assert wanted <= {*fired}
