@@ -19,8 +19,8 @@ class NoSynchronisation(GradientRule):
     """Several ranks run the training script, no DistributedDataParallel exists, and the gradients differ.
 
     Ranks that have settings of their own as well (a population, a search) train apart on purpose: that is a warning.
-    Nothing is reported where the ranks' parameters have other names or shapes (stages of a pipeline), or where those whose
-    gradients differ already differed before the first step, and the gradients of others are averaged (experts).
+    Nothing is reported where the ranks' parameters have other names or shapes (stages of a pipeline), or where those
+    whose gradients differ already differed before the first step, and the gradients of others are averaged (experts).
 
     Impact: the job is as many independent trainings as there are ranks. Each sees its own share of the data, and
     only the copy that is saved survives.
