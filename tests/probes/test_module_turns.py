@@ -165,7 +165,7 @@ def calls_of(blocks):
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*block))
     optimizer, counts = torch.optim.SGD(model.parameters(), lr=0.1), []
     with ddpdebug.watch(model, optimizer, out=f"{sys.argv[1]}/{blocks}", metrics="off", quiet=True):
-        for _ in range(10):
+        for _ in range(40):
             with cProfile.Profile() as profile:
                 model(torch.ones(2)).sum().backward()
                 optimizer.step()
