@@ -57,6 +57,12 @@ def _resume(steps: int, **more: Any) -> tuple[Facts, ...]:
     )
 
 
+def _pass(number: int, step: int, **more: Any) -> Facts:
+    return Facts(
+        topic="loader:0", values={r: {**_LOADER, "iterations": number, "step": step, **more} for r in range(4)}
+    )
+
+
 def _cycle(number: int, period: int = 4) -> Step:
     own = {rank: {"record_digest": digest(50, rank, number % period)} for rank in range(4)}
     return step_at(number, odd=own)
@@ -131,9 +137,7 @@ class SameOrder(Detector):
         lambda: Facts(topic="alone:numbers", values={rank: {"step": 30, "epochs": 3} for rank in range(2)}),
         lambda: Facts(topic="alone:numbers", values={rank: {"step": 3, "steps": 4} for rank in range(2)}),
         lambda: tuple(_cycle(n) for n in range(8)),
-        lambda: tuple(
-            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n} for rank in range(4)}) for n in (1, 2)
-        ),
+        lambda: (_pass(1, 0), _pass(2, 8), *steps(16)),
         lambda: Facts(topic="alone:order", values=dict.fromkeys((0, 1), _ORDER)),
         lambda: _resume(60),
     )
@@ -144,16 +148,15 @@ class SameOrder(Detector):
         lambda: tuple(_cycle(n) for n in range(7)),
         lambda: tuple(_cycle(n, period=2) for n in range(12)),
         lambda: tuple(_cycle(n, period=1) for n in range(12)),
-        lambda: tuple(
-            Facts(topic="loader:0", values={rank: {**_LOADER, "iterations": n, "epoch": n} for rank in range(4)})
-            for n in (1, 2, 3)
-        ),
+        lambda: (_pass(1, 0, epoch=0), _pass(2, 8, epoch=1), _pass(3, 16, epoch=2), *steps(24)),
+        lambda: (_pass(1, 0), *steps(8), _pass(2, 8)),  # nothing trains on the second one: an evaluation, `update_bn`
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
         self._histories: dict[tuple[int, int, str], _History] = {}
-        self._loaders: dict[str, Mapping[int, Loader]] = {}
+        self._loaders: dict[str, Mapping[int, Loader]] = {}  # newest pass over each
+        self._trained: dict[str, Mapping[int, Loader]] = {}  # newest that steps have trained on
 
     def detect(self, step: Step) -> Findings:
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
@@ -212,18 +215,29 @@ class SameOrder(Detector):
     def _samplers(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
         if not facts:
             return
-        before, self._loaders[topic] = self._loaders.get(topic), facts
-        if before is None or len(facts) < 2:
+        begun = announced_at(facts, self.next_step)
+        yield from self._passed(topic, begun)
+        self._loaders[topic] = facts
+
+    def _passed(self, topic: str, step: int) -> Findings:
+        """Compare the newest pass over a loader with the one before it, if steps have trained on it: it ends here."""
+        now = self._loaders.get(topic, {})
+        if not now or step <= announced_at(now, 0):
             return
-        stuck = tuple(rank for rank in sorted(facts) if _stuck(before.get(rank), facts[rank]))
-        if stuck:
-            fact = facts[stuck[0]]
+        before, self._trained[topic] = self._trained.get(topic, {}), now
+        stuck = tuple(rank for rank in sorted(now) if _stuck(before.get(rank), now[rank]))
+        if stuck and len(now) > 1:
+            fact = now[stuck[0]]
             yield self.finding(
-                step=announced_at(facts, self.next_step),
+                step=announced_at(now, self.next_step),
                 ranks=stuck,
                 subject=(fact.sampler or "sampler",),
                 evidence={"loader": topic, "epoch": fact.epoch, "iterations": fact.iterations},
             )
+
+    def finish(self) -> Findings:
+        for topic in self._loaders:
+            yield from self._passed(topic, self.next_step)
 
 
 def _begins(fact: Loader) -> bool:
