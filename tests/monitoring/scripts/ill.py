@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
+from ddpdebug.probes import recorder
 
 END = int(sys.argv[1])
 torch.set_num_threads(1)
@@ -35,6 +36,10 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), Slow(), nn.Tanh
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=0.5, growth_interval=10_000)
 generator = torch.Generator().manual_seed(rank)
+
+
+def broken(*_: object, **__: object) -> float:
+    raise RuntimeError("a part of ddpdebug that fails")
 
 
 def heal() -> None:
@@ -77,6 +82,8 @@ for step in range(END):
         ddpdebug.observe(val_loss=loss.detach())
     if step == 290:
         time.sleep(15)
+    if step == 300 and rank == 1:
+        recorder.divisor = broken
     if step < 1000:
         kept_for_ever.append(torch.zeros(100_000))
     model.train(not (rank == 1 and 320 <= step < 330))
