@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ from ddpdebug.probes.training_loop.schedulers import STEPS
 from ddpdebug.probes.training_loop.validation_loss import Evaluations
 from ddpdebug.probes.unwatched_steps import UnwatchedSteps
 from ddpdebug.torch_internals.graph import TELLS_HOOKS, saved_hooks
+
+#: Frames of ours and of torch's between a look and the function of torch's that is called.
+_FRAMES = 12
 
 
 def watch_saved_hooks(entries: Entries) -> None:
@@ -368,7 +371,7 @@ class Patches:
     def _clipped_by(
         self, _: Any, parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *__: Any, **___: Any
     ) -> None:
-        if is_a(total_norm, torch.Tensor):
+        if is_a(total_norm, torch.Tensor) and not _is_within("clip_grad_norm_", "torch.nn.utils.clip_grad"):
             given = _given(parameters)
             nothing = _lacks_gradients(given)
             self._bus.emit(events.Clipped(total_norm, float(max_norm), user_location(), given, nothing=nothing))
@@ -444,6 +447,18 @@ def _lacks_gradients(given: Sequence[torch.Tensor] | None) -> bool:
 def _is_nothing(norm: Any) -> bool:
     """Return whether a norm is 0, where it is at hand: torch returns one in host memory where there is no gradient."""
     return internals.is_plain(norm) and norm.device.type == "cpu" and not float(norm)
+
+
+def _is_within(function: str, module: str) -> bool:
+    """Return whether a function of a module has called what was called just now."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _given(parameters: Any) -> Sequence[torch.Tensor] | None:
