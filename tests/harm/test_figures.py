@@ -51,7 +51,9 @@ def scaled(run_jobs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
     return {kind: (*results[kind], list(read_steps(_directory(pairs[kind][1])))) for kind in _SCALED}
 
 
-@pytest.mark.parametrize("kind", _SCALED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.smoke if kind == "own" else ()) for kind in _SCALED]
+)
 def test_norms_are_those_of_the_gradients_without_the_loss_scale(
     kind: str, scaled: dict[str, tuple[Any, Any, Any]], compare: Callable[..., list[str]]
 ) -> None:

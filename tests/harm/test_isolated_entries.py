@@ -88,7 +88,7 @@ def test_every_entry_may_fail(args: list[str], run_jobs: Run, tmp_path: Path) ->
                 assert result[0]["status"] == 0, about
                 assert result[0]["out"] == plain[0]["out"], about
                 assert "Traceback" not in result[0]["err"], about
-                _assert_said(hits, result[0]["err"], odd=odd)
+                _assert_said(hits, result[0]["err"], folder / "run", odd=odd)
                 left -= set(hits)
             if len(left) == before:  # each hides one of its group
                 assert size > 1, f"never called again: {sorted(left)}"
@@ -171,10 +171,13 @@ def _groups(keys: list[str], size: int) -> list[list[str]]:
     return groups
 
 
-def _assert_said(hits: list[str], err: str, *, odd: bool) -> None:
+def _assert_said(hits: list[str], err: str, run: Path, *, odd: bool) -> None:
+    """Each part is named in the run directory, each cause on the terminal."""
     parts = {key.split()[0] for key in hits}
     if parts & {"sinks", "exchange", "exchange:say", "close:exchange", "close:sinks", "patches"}:
         return  # nobody is left to be told, or to tell
-    for part in parts:
-        if not part.startswith(("close:", "patch:")):
-            assert f"{part} has switched itself off: {'Odd' if odd else 'RuntimeError: injected'}" in err, (part, err)
+    said = [json.loads(line) for path in run.glob("ranks/*/trouble.jsonl") for line in path.read_text().splitlines()]
+    cause = "Odd" if odd else "RuntimeError: injected"
+    for part in {part for part in parts if not part.startswith(("close:", "patch:"))}:
+        assert any(one["part"] == part and one["message"].startswith(cause) for one in said), (part, said, err)
+        assert f" has switched itself off: {cause}" in err, (part, err)

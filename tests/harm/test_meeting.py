@@ -139,7 +139,8 @@ CASES: dict[str, tuple[list[str], Any, dict[str, str], str, bool]] = {
         "the job's store (Mine) gives no",
         False,
     ),
-    "announcements": (_FAULT, [], {"0": _TICKS}, "diagnosis has switched itself off", True),
+    # where no process can be beside the rank that leads, nobody else judges
+    "announcements": (_FAULT, [], {"0": _TICKS}, "diagnosis has switched itself off", False),
     "votes on one rank": (_LONG, ["--guard", "stop"], {"1": _VOTES}, "message:vote of rank 1 ", True),
 }
 
