@@ -172,6 +172,13 @@ def values_of(by_rank: Mapping[int, Mapping[str, Any]], name: str) -> dict[str, 
     return {str(rank): table.get(name) for rank, table in sorted(by_rank.items())}
 
 
+def averaged(step: Step) -> set[str]:
+    """Return the parameters that no DDP owns and whose gradients are the same on all ranks, and not zero."""
+    told = step.answers(Gradients)
+    odd = differing_names({rank: own.foreign for rank, own in told.items()})
+    return {n for own in told.values() for n in own.foreign if own.step_norms.get(n) != 0} - {*odd}
+
+
 def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
     """Whether each rank trains parameters of its own by these names, where no DDP is involved.
 
@@ -183,13 +190,12 @@ def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
     """
     known: dict[int, set[str] | None] = shared.setdefault("own parameters", {})  # None: all
     if step.optimizer not in known and step.all(Flag.NO_DDP):
-        tables = {rank: told.foreign for rank, told in step.answers(Gradients).items()}
         if len({told.parameters for told in step.answers(Contract).values()}) > 1:
             known[step.optimizer] = None
-        elif step.any(Flag.FIRST) and len(tables) > 1:
-            odd, all_names = set(differing_names(tables)), {name for table in tables.values() for name in table}
-            apart = set(differing_names({rank: told.before for rank, told in step.answers(Parameters).items()}))
-            known[step.optimizer] = apart if odd <= apart and odd < all_names else set()
+        elif step.any(Flag.FIRST) and len(told := step.answers(Gradients)) > 1:
+            odd = set(differing_names({rank: own.foreign for rank, own in told.items()}))
+            apart = set(differing_names({rank: own.before for rank, own in step.answers(Parameters).items()}))
+            known[step.optimizer] = apart if odd <= apart and averaged(step) else set()
     own = known.get(step.optimizer, set())
     return own is None or (bool(own) and own >= {*names})
 

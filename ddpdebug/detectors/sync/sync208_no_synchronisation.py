@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ddpdebug.detectors.comparison import averaged
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Examples, Finding, Severity, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
-from ddpdebug.schema.details import Contract, Gradients
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 0, "foreign_grads_digest": 5 + rank} for rank in range(4)}
@@ -46,6 +47,14 @@ class NoSynchronisation(GradientRule):
     fires_on = Examples(
         lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0, groups=[])),
         lambda: step_at(0, odd=_ODD, flags=Flag.NO_DDP),
+        lambda: step_at(  # the first step of LoRA: one of its two matrices has a gradient of zeros, on every rank
+            0,
+            odd=_ODD,
+            flags=Flag.NO_DDP | Flag.FIRST,
+            gradients={r: {"foreign": {"a": "1", "b": str(r)}, "step_norms": {"a": 0.0, "b": 1.0}} for r in range(4)},
+            parameters={r: {"before": {"a": str(r), "b": str(r)}} for r in range(4)},
+            contract=contract(4, ddp=0, groups=[]),
+        ),
         lambda: step_at(
             0, odd={rank: {**_ODD[rank], "hyper_digest": 5 + rank} for rank in range(4)}, flags=Flag.NO_DDP
         ),
@@ -75,9 +84,9 @@ class NoSynchronisation(GradientRule):
         wrappers = [told.ddp for told in step.answers(Contract).values()]
         if any(wrappers) or not (wrappers or step.all(Flag.NO_DDP)) or step.any(Flag.SHARDED):
             return None  # FSDP and tensor parallelism reduce without a DDP
-        if 0 < len(names := differing(step)) < max(len(told.foreign) for told in step.answers(Gradients).values()):
-            return None  # those of others are averaged
-        return Verdict(ranks=odd_ranks(step), subject=tuple(names), evidence={"ddp_wrappers": 0})
+        if averaged(step):
+            return None
+        return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
         found = super().word(step, verdict)
