@@ -447,8 +447,8 @@ def test_ranks_that_part_have_heard_everything_and_go_on_alone() -> None:
     assert [sorted(world.rows(rank)) for rank in range(3)] == [[(0, 0), (1, 1), (2, 2)]] * 3
     assert all(len({ranks for tick in heard for ranks, _ in tick.messages}) == 3 for heard in world.heard)
     for rank, exchange in enumerate(world.ranks):
-        exchange.post(row(rank, 7))
         exchange.say({"kind": "alone"})
+        exchange.post(row(rank, 7))  # last: where it has been heard, so has the message
         _until(lambda rank=rank: (rank, 7) in world.rows(rank))
         assert world.heard[rank][-1].members == (rank,)
     assert all(exchange.rejoin() for exchange in world.ranks)
@@ -456,8 +456,8 @@ def test_ranks_that_part_have_heard_everything_and_go_on_alone() -> None:
         exchange.say({"kind": "again"})  # it may be alone yet, and still all hear it
         exchange.post(row(rank, 8))
     for rank in range(3):
-        _until(lambda rank=rank: [sender for sender, step in world.rows(rank) if step == 8] == [0, 1, 2])
-        heard = [(ranks, message["kind"]) for tick in world.heard[rank] for ranks, message in tick.messages]
+        _until(lambda rank=rank: sorted(sender for sender, step in world.rows(rank) if step == 8) == [0, 1, 2])
+        heard = sorted((ranks, message["kind"]) for tick in world.heard[rank] for ranks, message in tick.messages)
         assert [entry for entry in heard if entry[1] == "again"] == [((sender,), "again") for sender in range(3)]
         assert [entry for entry in heard if entry[1] == "alone"] == [((rank,), "alone")]
     assert [exchange.state for exchange in world.ranks] == ["comparing"] * 3
