@@ -318,6 +318,8 @@ def with_coverage(
         required: `--require-checks`.
         ranks: `--nproc-per-node`; of a run of one rank nobody knows otherwise whether there should have been more.
     """
+    if coverage is not None:
+        coverage = coverage.beside(finding.code for finding in (*verdict.failing, *verdict.others))
     single = coverage is not None and coverage.world == 1  # a script may start ranks that the launcher knows nothing of
     known = replace(verdict, coverage=coverage, required=required, alone=single and ranks != 1)
     if single and not known.alone:

@@ -136,6 +136,7 @@ class Coverage:
         gradients: whether gradients were ever compared, or seen in a world of one.
         losses: whether a loss was ever seen.
         validated: whether a validation loss was ever told or seen.
+        own: whether parameters differed in each step that was compared, with no DDP that averages them.
         never: ranks of which no row was ever seen, at most `MAX_RANKS`; empty until some was.
         apart: why the ranks cannot be compared, or not any more; empty while they can.
         ranks: the ranks' own accounts, as far as they are known, by rank.
@@ -154,6 +155,7 @@ class Coverage:
     gradients: bool = False
     losses: bool = False
     validated: bool = False
+    own: bool = False
     never: tuple[int, ...] = ()
     apart: str = ""
     ranks: tuple[RankCoverage, ...] = ()
@@ -207,6 +209,10 @@ class Coverage:
         if self.until is None or self.since is None:
             return "nothing compared yet"
         return f"{self.compared} of {_counted(self.world, 'rank')} compared, steps {self.since} to {self.until}"
+
+    def beside(self, codes: Iterable[str]) -> Coverage:
+        """Return what is known beside findings with these codes: one about ranks says itself how they differ."""
+        return replace(self, own=self.own and not any(code.startswith(("RANK", "SYNC")) for code in codes))
 
     @property
     def sharding(self) -> str:
@@ -277,6 +283,9 @@ class Coverage:
             yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action="run longer, or with --every-step")
 
     def _parameter_gaps(self) -> Iterator[Gap]:
+        if self.own and self.ended:  # until then one may still be averaged now and then
+            text = "each rank trains parameters of its own, which are not compared"
+            yield Gap(part="parameters", weight=Weight.ESSENTIAL, text=text, action=_OWN)
         if self.sharding and self.world > 1:
             yield Gap(part="parameters", weight=Weight.NOTE, text=self.sharding)
         for name, weight in (("unwatched", Weight.PART), ("left_out", Weight.NOTE)):
@@ -353,7 +362,7 @@ class Coverage:
                 never=tuple([int(rank) for rank in list(record.get("never", ()))[:MAX_RANKS]]),
                 apart=short(record.get("apart") or ""),
                 ranks=ranks,
-                **{name: record.get(name) is True for name in ("gradients", "losses", "validated", "certain", "ended")},
+                **{name: record.get(name) is True for name in _SEEN},
                 **numbers,
             )
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
@@ -361,6 +370,8 @@ class Coverage:
 
 
 _TELL_VALIDATION = "ddpdebug.observe(val_loss=...), an nn loss module or --validation-loss functions shows it"
+_SEEN = ("gradients", "losses", "validated", "own", "certain", "ended")
+_OWN = "where a part is the same on all ranks, wrap it in DDP: then it is compared"
 _APART = "start every rank with ddpdebug, and let the nodes reach each other's ports; training goes on"
 
 
@@ -397,6 +408,9 @@ class Tally:
             parameters = gradients = max(parameters, len(step.everyone))
         if gradients >= least:
             known["gradients"] = True
+        if parameters >= least > 1:
+            apart = step.all(Flag.NO_DDP) and any(name in step.differing for name in _COMPARED)
+            known["own"] = apart and known.get("own", True)
         if max(parameters, gradients) >= least:
             known["compared"] = max(parameters, gradients)
             known["since"] = number if known["since"] is None else min(known["since"], number)

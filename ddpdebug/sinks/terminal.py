@@ -209,7 +209,10 @@ class Terminal:
 
     def _end(self, record: RunEnded) -> None:
         self._summary.end(record.steps)
-        items = self._summary.items(self._world, found=bool(self._findings))
+        if self._summary.coverage is not None:
+            codes = [finding.code for finding in self._findings.values()]
+            self._summary.coverage = self._summary.coverage.beside(codes)
+        items = self._summary.items(self._world)
         if self._findings or self._summary.checked(self._world):
             items.insert(0, findings_text(self._findings.values()))
         if record.reason != "finished":
@@ -292,7 +295,6 @@ class Summary:
         self.sharded = False  # perhaps no other rank holds its parameters
         self._parted: dict[int, int] = {}  # optimizer -> newest step in which ranks disagreed
         self._apart = 0  # of these, those that trained apart: if the replicas are averaged later, it was meant so
-        self._without_ddp = 0  # of these, those in which no DDP was involved
         self.overhead = self.lately = self.seconds = math.nan
         self.interval = 1
         self.last: dict[int, int] = {}  # optimizer -> newest step
@@ -325,7 +327,6 @@ class Summary:
             self.disagreed, self._apart, self.local = self.disagreed - self._apart, 0, True
         elif record.step.all(Flag.UNSYNCED_BACKWARD) or record.step.all(Flag.NO_DDP):
             self._apart += parted
-        self._without_ddp += parted and record.step.all(Flag.NO_DDP)
         self.overhead, self.lately = record.overhead_of_run, record.overhead_ratio
         self.seconds = record.overhead_seconds
         self.interval = record.interval
@@ -348,19 +349,14 @@ class Summary:
         parted = not (intended or counted) and len({row["params_after_digest"] for row in known}) > 1
         self.disagreed += parted
         self.compared += parted
-        self._without_ddp += parted and all(row["flags"] & int(Flag.NO_DDP) for row in rows)
 
     def checked(self, world: int) -> bool:
         """Return whether enough was compared for `no findings` to be said."""
         essential = self.coverage is not None and any(gap.weight is Weight.ESSENTIAL for gap in self.coverage.gaps)
         return bool(self.steps) and (world == 1 or self.compared > 0) and not essential
 
-    def items(self, world: int, *, found: bool) -> list[str]:
-        """Return the parts of the line; nothing that was not compared is said to agree.
-
-        Args:
-            found: there are findings.
-        """
+    def items(self, world: int) -> list[str]:
+        """Return the parts of the line; nothing that was not compared is said to agree."""
         gaps = () if self.coverage is None else self.coverage.missed
         unchecked = [f"not checked: {'; '.join(clean(gap.words, 400) for gap in gaps[:_MAX_GAPS])}"] if gaps else []
         if len(gaps) > _MAX_GAPS:
@@ -368,7 +364,7 @@ class Summary:
         total = sum(self.steps.values())
         if not total:
             return unchecked or ["no optimizer step was seen, so nothing was checked"]
-        items = [counted(total, "step"), *self._agreement(world, said=bool(gaps), found=found)]
+        items = [counted(total, "step"), *self._agreement(world, said=bool(gaps))]
         items += unchecked
         if self.seconds < _SHORT_RUN * self.overhead:  # a share of a short run says nothing
             items.append(f"overhead {self.seconds:.1f} s")
@@ -379,14 +375,12 @@ class Summary:
             items.append(f"full check every {self.interval} steps")
         return items
 
-    def _agreement(self, world: int, *, said: bool, found: bool) -> list[str]:
+    def _agreement(self, world: int, *, said: bool) -> list[str]:
         items = [f"{self.skipped} skipped by the numeric guard"] if self.skipped else []
         if world == 1:
             items.append("one rank, nothing to compare")
-        elif not (self.compared or self.disagreed):
+        elif not (self.compared or self.disagreed) or (self.coverage is not None and self.coverage.own):
             items += [] if said else ["nothing was compared between the ranks"]
-        elif self.disagreed and self.disagreed == self._without_ddp and not found:
-            items.append("each rank trains parameters of its own, which are not compared")
         elif self.disagreed:
             items.append(f"the ranks disagreed in {self.disagreed} of the {self.compared} that were compared")
         else:

@@ -20,10 +20,12 @@ from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, Record
 
 
-def _step(number: int, ranks: int = 2, *, full: bool = True) -> Step:
-    digests: dict[str, Any] = {"params_before_digest": 5, "grads_digest": 7} if full else {}
-    flags = int(Flag.CHECKED) if full else 0
-    rows = {rank: Row(rank=rank, step=number, flags=flags, loss=1.0, **digests) for rank in range(ranks)}
+def _step(number: int, ranks: int = 2, *, full: bool = True, own: bool = False) -> Step:
+    flags = int(Flag.CHECKED) * full + int(Flag.NO_DDP) * own
+    rows = {}
+    for rank in range(ranks):
+        digests: dict[str, Any] = {"params_before_digest": 5 + rank * own, "grads_digest": 7} if full else {}
+        rows[rank] = Row(rank=rank, step=number, flags=flags, loss=1.0, **digests)
     return Step(step=number, optimizer=0, world=2, rows=rows)
 
 
@@ -87,6 +89,11 @@ CASES = {
         _seen(_step(0, full=False)),
         "ranks",
         "nothing is compared between the ranks: no step was checked in full on two of them",
+    ),
+    "own": (
+        _seen(_step(0, own=True), _step(1, own=True), ended=True),
+        "parameters",
+        "each rank trains parameters of its own, which are not compared",
     ),
 }
 
@@ -216,7 +223,10 @@ def test_verdict(required: bool, code: int) -> None:
     assert missed.unchecked[0].startswith("nothing is compared between the ranks: rank 1 did not come; start every")
     unknown = with_coverage(clean, None, required=required)
     assert (unknown.word, unknown.exit_code) == (Word.UNCHECKED, 1)
-    assert with_coverage(clean, _seen(_step(0)), required=required).word is Word.CLEAN
+    assert with_coverage(clean, CASES["own"][0], required=required).exit_code == code
+    averaged = _seen(_step(0, own=True), _step(1), ended=True)  # now and then
+    for compared in (_seen(_step(0)), averaged):
+        assert with_coverage(clean, compared, required=required).word is Word.CLEAN
     failed = judge((), {}, world=2, statuses={0: 1, 1: 1})
     assert with_coverage(failed, CASES["never met"][0], required=required).exit_code == 3
 

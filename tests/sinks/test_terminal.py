@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from ddpdebug.schema.coverage import Tally
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Digest, Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import Step
-from ddpdebug.sinks import FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
+from ddpdebug.sinks import Covered, FindingRaised, RunEnded, RunStarted, Saved, StepJudged, Trouble, Waiting
 from ddpdebug.sinks.terminal import Terminal
 
 STARTED = RunStarted(
@@ -332,10 +333,16 @@ def test_the_last_line_counts_the_steps_of_an_optimizer_that_is_made_later() -> 
 
 
 def test_the_last_line_says_that_ranks_train_parameters_of_their_own() -> None:
-    """Stages of a pipeline, experts: where no DDP is involved and nothing was found."""
+    """Stages of a pipeline, experts: where no DDP is involved and nothing was found of ranks."""
     own = [judged(i, 5, 6, flags=Flag.CHECKED | Flag.NO_DDP) for i in range(4)]
-    assert "4 steps · each rank trains parameters of its own, which are not compared ·" in summary(*own)
-    assert "disagreed in 4 of the 4 that" in summary(*own, FindingRaised(finding=FINDING))
+    tally = Tally(2)
+    for record in own:
+        tally.add(record.step)
+    covered = Covered(coverage=tally.coverage(ended=True))
+    told = summary(*own, covered)
+    assert "no findings" not in told
+    assert "4 steps · not checked: each rank trains parameters of its own, which are not compared" in told
+    assert "disagreed in 4 of the 4 that" in summary(*own, covered, FindingRaised(finding=FINDING))
 
 
 def test_the_last_line_takes_back_what_averaging_explains() -> None:
