@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 import click
 
 from ddpdebug.ci.publish import FORMS, Witness, judge_directory, publish, run_of
-from ddpdebug.ci.verdict import judge
+from ddpdebug.ci.verdict import Verdict, Word, judge
 from ddpdebug.commands._target import check_outputs, click_option
 from ddpdebug.config.settings import Config, options
+from ddpdebug.detectors.nature import nature
 from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.reader import RANKS, DamagedError, read_run
+from ddpdebug.sinks.text import clean
 
 _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
 
@@ -37,26 +40,54 @@ same.
     help="Form of the verdict: for people, as JSON, as SARIF 2.1.0 for code scanning, as Markdown for the summary of a "
     "job, as annotations of GitHub. [default text]",
 )
-def command(run_dir: Path, form: str, **given: Any) -> Callable[[], int]:
+@click.option(
+    "--restart",
+    is_flag=True,
+    help="Print whether a restart may help, and why; exit with 0 where it may, else with 1.",
+)
+def command(run_dir: Path, form: str, *, restart: bool, **given: Any) -> Callable[[], int]:
     """Return the action for a line that is right."""
+    if restart and form != "text":
+        raise UsageError("--restart answers in words and by its exit status; in JSON each finding has `restart`")
     config = Config.load(given, os.environ, Path.cwd(), flags=True)
     if not run_dir.is_dir():
         raise UsageError(f"{str(run_dir)!r} is no directory; give the run directory, which `--out` named")
     check_outputs(config)
-    return lambda: _act(run_dir, config, form)
+    return lambda: _restart(run_dir, config) if restart else _act(run_dir, config, form)
 
 
 def _act(directory: Path, config: Config, form: str) -> int:
+    return publish(_judged(directory, config), config, directory, _script(directory), form, stream=sys.stdout)
+
+
+def _restart(directory: Path, config: Config) -> int:
+    verdict = _judged(directory, config)
+    publish(verdict, config, directory, _script(directory), stream=io.StringIO())
+    against = verdict.word is Word.FAILED and not verdict.failing
+    words = [_AGAIN] if against else []
+    for finding in verdict.failing:
+        if (found := nature(finding)) is not None:
+            against |= not found.helps
+            words.append(f"{clean(finding.code, 20)} ({found.value}): {found.advice}")
+    sys.stdout.write(
+        f"restart: {'no' if against else 'yes'}\n" + "".join(f"  {line}\n" for line in dict.fromkeys(words))
+    )
+    return int(against)
+
+
+_AGAIN = "the script failed by itself, and no finding says that it may go well the next time"
+
+
+def _judged(directory: Path, config: Config) -> Verdict:
     witness = Witness.of(directory)
     try:
-        verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
+        return judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
     except DamagedError:
         raise
     except ValueError as error:
         if not (directory / RANKS).exists():
             raise UsageError(str(error)) from None
-        verdict = judge((), {}, world=1)  # somebody began here, and nobody said how it ended
-    return publish(verdict, config, directory, _script(directory), form, stream=sys.stdout)
+        return judge((), {}, world=1)  # somebody began here, and nobody said how it ended
 
 
 def _script(directory: Path) -> str:

@@ -23,6 +23,11 @@ class Nature(Enum):
     TRANSIENT = "transient"
 
     @property
+    def helps(self) -> bool:
+        """Whether the same job, started again, may go well."""
+        return self not in {Nature.DETERMINISTIC, Nature.DATA}
+
+    @property
     def advice(self) -> str:
         """Whether a restart helps, in words."""
         return _ADVICE[self]

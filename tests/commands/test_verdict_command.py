@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,35 @@ def test_threshold(tmp_path: Path) -> None:
     folder = _run(tmp_path / "run", {0: _FINE, 1: _FINE}, [_FINDING])
     assert main(["verdict", str(folder), "--fail-on", "critical"]) == 0
     assert main(["verdict", str(folder), "--fail-on", "warning"]) == 1
+
+
+@pytest.mark.parametrize(
+    "outcomes, findings, code, words",
+    [
+        ({0: _FINE, 1: _FINE}, [], 0, ""),
+        ({0: _FINE, 1: _BAD}, [], 1, "the script failed by itself"),
+        ({0: _FINE}, [], 0, ""),  # one that was lost, and nobody knows why
+        ({0: _FINE, 1: _FINE}, [_FINDING], 1, "RANK101 (deterministic): no: "),
+        ({0: _FINE, 1: _BAD}, [replace(_FINDING, code="FAIL1022")], 0, "FAIL1022 (transient): probably"),
+        ({0: _FINE, 1: _BAD}, [replace(_FINDING, code="FAIL1022"), _FINDING], 1, "RANK101"),
+        ({0: _FINE, 1: _FINE}, [replace(_FINDING, severity=Severity.WARNING)], 0, ""),
+    ],
+)
+def test_restart(
+    outcomes: dict[int, Any],
+    findings: list[Finding],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A launcher learns by the exit status whether it is worth it to start the job again, and a person why."""
+    folder = _run(tmp_path / "run", outcomes, findings)
+    assert main(["verdict", str(folder), "--restart", "--json", "v.json"]) == code
+    told = capfd.readouterr().out
+    assert told.startswith(f"restart: {'no' if code else 'yes'}\n")
+    assert words in told
+    assert (tmp_path / "v.json").exists()
 
 
 def test_reports_over_the_network_count(tmp_path: Path) -> None:
