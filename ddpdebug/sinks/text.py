@@ -481,9 +481,14 @@ def _mapping(value: Mapping[Any, Any], digits: int) -> str:
         return tensor_text(value)
     if "value" in value and value.keys() <= {"name", "value"}:
         return f"{clean(value.get('name', 'the number'), 60)} {_value(value['value'], digits)}"
-    texts = {_label(key): _value(item, digits) for key, item in value.items()}
-    inner = {_label(key) for key, item in value.items() if isinstance(item, Mapping)}
-    return _items([f"{key} ({text})" if key in inner else f"{key} {text}" for key, text in texts.items()])
+    return _items([_entry(_label(key), item, digits) for key, item in value.items()])
+
+
+def _entry(label: str, value: Any, digits: int) -> str:
+    text = _value(value, digits)
+    if isinstance(value, Mapping):
+        return f"{label} ({text})"
+    return f"{label}: {text}" if isinstance(value, str) else f"{label} {text}"
 
 
 def _items(texts: list[str]) -> str:
