@@ -182,15 +182,16 @@ def averaged(step: Step) -> set[str]:
 def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
     """Whether each rank trains parameters of its own by these names, where no DDP is involved.
 
-    Stages of a pipeline have not the same names and shapes. Experts differed before the first step, when the gradients
-    of other parameters were already averaged.
+    Stages of a pipeline have not the same names and shapes, or send to each other. Experts differed before the first
+    step, when the gradients of other parameters were already averaged.
 
     Args:
         shared: what the rules of a run share; what is known of an optimizer stays.
     """
     known: dict[int, set[str] | None] = shared.setdefault("own parameters", {})  # None: all
     if step.optimizer not in known and step.all(Flag.NO_DDP):
-        if len({told.parameters for told in step.answers(Contract).values()}) > 1:
+        asked = step.answers(Contract).values()
+        if len({told.parameters for told in asked}) > 1 or (asked and all([told.messages for told in asked])):
             known[step.optimizer] = None
         elif step.any(Flag.FIRST) and len(told := step.answers(Gradients)) > 1:
             odd = set(differing_names({rank: own.foreign for rank, own in told.items()}))

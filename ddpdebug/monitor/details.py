@@ -157,6 +157,7 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
         gathered=tuple(calls.gathered),
         clips=tuple(calls.clips),
         parameters="" if any(record.owned) else hex_digest(fingerprint.of_text(repr(shapes))),
+        messages=sources.state.messages >= record.step,
         find_unused=any([ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None]),
     )
 

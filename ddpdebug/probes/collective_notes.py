@@ -145,6 +145,8 @@ class CollectiveNotes:
         frame: FrameType | None = None,
     ) -> None:
         """Note a call that begins, in the function whose frame this is."""
+        if "send" in operation or "recv" in operation:
+            self._state.messages = self._state.next_step()
         if operation in _UNCOUNTED:
             peer = root if isinstance(root, int) else None
             self._note(operation, "", 0, self._texts(tensors), peer, frame)

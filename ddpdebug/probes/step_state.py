@@ -82,6 +82,7 @@ class StepState:
         self.synced = 0  # what `syncs` was when the newest step ended
         self.wrappers: list[Wrapper] = []  # the DDPs
         self.watches: list[OptimizerWatch] = []
+        self.messages = -1  # the newest step in which this rank has sent to one other rank, or received from one
         self.by_hand = False  # the script updates its parameters without any optimizer of torch's
         self._unwrapped: list[weakref.ref[torch.nn.Module]] = []
 

@@ -20,8 +20,9 @@ class NoSynchronisation(GradientRule):
     """Several ranks run the training script, no DistributedDataParallel exists, and the gradients differ.
 
     Ranks that have settings of their own as well (a population, a search) train apart on purpose: that is a warning.
-    Nothing is reported where the ranks' parameters have other names or shapes (stages of a pipeline), or where those
-    whose gradients differ already differed before the first step, and the gradients of others are averaged (experts).
+    Nothing is reported where the ranks' parameters have other names or shapes, or where each rank sends to another one
+    in the step or receives from one (stages of a pipeline), or where those whose gradients differ already differed
+    before the first step, and the gradients of others are averaged (experts).
 
     Impact: the job is as many independent trainings as there are ranks. Each sees its own share of the data, and
     only the copy that is saved survives.
@@ -68,6 +69,13 @@ class NoSynchronisation(GradientRule):
             flags=Flag.NO_DDP,
             gradients=_FOREIGN,
             contract=contract(4, {rank: {"parameters": str(rank)} for rank in range(4)}, ddp=0),  # stages of a pipeline
+        ),
+        lambda: step_at(  # stages that are alike
+            0,
+            odd=_ODD,
+            flags=Flag.NO_DDP,
+            gradients=_FOREIGN,
+            contract=contract(4, {rank: {"messages": True} for rank in range(4)}, ddp=0),
         ),
         lambda: step_at(  # experts that each rank has its own of, beside layers whose gradients are averaged
             0,
