@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard, TypeVar, overload
 
 Kind = TypeVar("Kind")
 
 _NOTHING: Mapping[str, Any] = {}
-_SIZED = frozenset({list, tuple, range, dict, set, frozenset, str, bytes, bytearray})
+_SIZED = (list, tuple, range, dict, set, frozenset, str, bytes, bytearray)
 
 
 @overload
@@ -39,10 +39,22 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
 
 def of_class(kind: type, name: str) -> Any:
     """Return what a class has under a name, as it stands there; None where it has not."""
-    return next(iter([vars(base)[name] for base in kind.__mro__ if name in vars(base)]), None)
+    tables = [type.__getattribute__(base, "__dict__") for base in bases_of(kind)]
+    return next(iter([table[name] for table in tables if name in table]), None)
+
+
+def bases_of(kind: type) -> tuple[type, ...]:
+    """Return a class and those that it inherits from; a metaclass is not asked."""
+    found: tuple[type, ...] = type.__getattribute__(kind, "__mro__")
+    return found
+
+
+def is_one_of(value: Any, kinds: Iterable[type]) -> bool:
+    """Return whether a value's type is one of some: a set would call the `__hash__` of a metaclass."""
+    return any([type(value) is kind for kind in kinds])
 
 
 def is_sized(value: Any) -> bool:
     """Return whether the length of a value is known to its type: a builtin one, or an array of NumPy's."""
     numpy = sys.modules.get("numpy")
-    return type(value) in _SIZED or (numpy is not None and type(value) in {numpy.ndarray, numpy.memmap})
+    return is_one_of(value, _SIZED) or (numpy is not None and is_one_of(value, (numpy.ndarray, numpy.memmap)))

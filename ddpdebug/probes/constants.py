@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import bases_of, is_one_of
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import precision
@@ -26,7 +27,7 @@ from ddpdebug.schema.announcements import Constants, NumberChange, Numbers, Prec
 _FORWARDS = 4
 _MAX_TENSORS = 64
 #: Another class of tensor may run code of its own for whatever it is asked.
-_KINDS = {torch.Tensor, torch.nn.Parameter}
+_KINDS = (torch.Tensor, torch.nn.Parameter)
 _MAX_BYTES = 4 << 20
 #: A longer list or dict is a vocabulary or a data set, which is not gone through.
 _MAX_ITEMS = 1000
@@ -88,10 +89,10 @@ class _Numbers:
         self._places: list[tuple[str, weakref.ref[torch.nn.Module], str, Any]] = []
         for path, part in internals.named_modules(module):
             by_torch = _is_torchs(type(part).forward)  # whose code is not read: a rate, an epsilon, a slope
-            kinds = [vars(kind) for kind in reversed(type(part).__mro__) if not _is_torchs(kind)]
-            usual = {name: value for own in kinds for name, value in own.items() if type(value) in _NUMBERS}
+            kinds = [vars(kind) for kind in reversed(bases_of(type(part))) if not _is_torchs(kind)]
+            usual = {name: value for own in kinds for name, value in own.items() if is_one_of(value, _NUMBERS)}
             for name, value in {**usual, **vars(part)}.items():
-                if type(value) not in _NUMBERS or name.startswith("_") or name == "training" or name in stored:
+                if not is_one_of(value, _NUMBERS) or name.startswith("_") or name == "training" or name in stored:
                     continue
                 if by_torch or read is None or name in read:
                     self._places.append((f"{path}.{name}" if path else name, weakref.ref(part), name, usual.get(name)))
@@ -144,7 +145,8 @@ def _code_of(module: torch.nn.Module) -> set[str]:
     """Return the names that `_names_read` tells of, and with "=" in front those of attributes that are written."""
     names: set[str] = set()
     parts = list(internals.modules(module))
-    kinds = {kind for part in parts for kind in type(part).__mro__ if not _is_torchs(kind)}
+    bases = {id(base): base for part in parts for base in bases_of(type(part))}
+    kinds = [base for base in bases.values() if not _is_torchs(base)]
     waiting: list[Any] = [part.forward for part in parts]
     functions: set[FunctionType] = set()  # one code may be that of several, as decorators have it
     seen: set[CodeType] = set()
@@ -170,7 +172,7 @@ def _code_of(module: torch.nn.Module) -> set[str]:
     return names
 
 
-_NUMBERS = {float, int, bool}
+_NUMBERS = (float, int, bool)
 _COMPUTED = {"getattr", "__dict__", "vars", "attrgetter", "import_module"}
 
 
@@ -220,14 +222,14 @@ def _plain_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if type(value) in _KINDS:
+    if is_one_of(value, _KINDS):
         yield "", value
-    elif type(value) in {list, tuple} and len(value) <= _MAX_ITEMS:
-        yield from ((f"[{i}]", item) for i, item in enumerate(value) if type(item) in _KINDS)
+    elif is_one_of(value, (list, tuple)) and len(value) <= _MAX_ITEMS:
+        yield from ((f"[{i}]", item) for i, item in enumerate(value) if is_one_of(item, _KINDS))
     elif type(value) is dict and len(value) <= _MAX_ITEMS:
         # other keys look different on each rank
-        named = ((key, item) for key, item in list(value.items()) if type(key) in {str, int})
-        yield from ((f"[{key!r}]", item) for key, item in named if type(item) in _KINDS)
+        named = ((key, item) for key, item in list(value.items()) if is_one_of(key, (str, int)))
+        yield from ((f"[{key!r}]", item) for key, item in named if is_one_of(item, _KINDS))
 
 
 def _is_constant_like(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Subset, random_split
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.foreign import attributes_of, is_a, of_class
+from ddpdebug.isolation.foreign import attributes_of, is_a, is_one_of, of_class
 from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.schema.announcements import Content, IndexList
@@ -38,9 +38,9 @@ _MAX_COLUMNS = 8
 _MAX_PARTS = 64
 #: Hashes of indices that are told of a split: the smallest ones, which are a fair sample of the indices.
 _SKETCH = 64
-_DICTS = frozenset({OrderedDict, Counter, defaultdict})
-_PATHS = frozenset({PosixPath, PurePosixPath, PureWindowsPath, WindowsPath})
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+_PATHS = (PosixPath, PurePosixPath, PureWindowsPath, WindowsPath)
+_SCALARS = (type(None), bool, int, float, str, bytes)
 #: Of an array in a file so many rows are read, else more.
 _FILE_ROWS, _ARRAY_ROWS, _ROW_ITEMS = 16, 256, 1024
 _MAX_SPLITS = 64
@@ -69,7 +69,7 @@ def source_of(dataset: Any) -> str | None:
 
 def _is_listed(value: Any) -> TypeGuard[Sequence[Any]]:
     """Return whether the indices of a subset can be gone through without any code of the user's."""
-    return type(value) in {list, tuple, range, torch.Tensor, array} or _is_array(value)
+    return is_one_of(value, (list, tuple, range, torch.Tensor, array)) or _is_array(value)
 
 
 def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[tuple[str, Held]]:
@@ -102,15 +102,15 @@ def _held(value: Any) -> Held | None:  # noqa: PLR0911 - one for each kind
         return Held(digest, min(value.nbytes, _TENSOR_BYTES), _content([("", _rows(value))]))
     if _is_array(value):
         return _array(value)
-    if type(value) in {bool, int, float, str}:
+    if is_one_of(value, (bool, int, float, str)):
         return Held(fingerprint.of_text(_short(repr(value))), 8)
-    if type(value) in {set, frozenset} and 0 < len(value) <= _MAX_ITEMS:
+    if is_one_of(value, (set, frozenset)) and 0 < len(value) <= _MAX_ITEMS:
         texts = [_text(item) for item in value]
         known = sorted(text for text in texts if text is not None)
         return Held(fingerprint.of_text("\n".join(known)), 16 * len(known)) if len(known) == len(texts) else None
-    if type(value) is dict or type(value) in _DICTS:
+    if is_one_of(value, _DICTS):
         return _listed([*value, *value.values()], records=False) if 0 < len(value) <= _MAX_ITEMS else None
-    if type(value) in {list, tuple} and len(value):
+    if is_one_of(value, (list, tuple)) and len(value):
         return _listed(value, records=True)
     return None
 
@@ -176,9 +176,9 @@ def _short(text: str) -> str:
 def _columns(items: Sequence[Any]) -> dict[str, Sequence[Any]]:
     """Return the columns of a list of records; one column of anything else."""
     first = items[0]
-    if type(first) in {tuple, list} and 1 < len(first) <= _MAX_COLUMNS:
+    if is_one_of(first, (tuple, list)) and 1 < len(first) <= _MAX_COLUMNS:
         size = len(first)
-        if all([type(item) in {tuple, list} and len(item) == size for item in items]):
+        if all([is_one_of(item, (tuple, list)) and len(item) == size for item in items]):
             return {str(i): [item[i] for item in items] for i in range(size)}
     if type(first) is dict and 1 < len(first) <= _MAX_COLUMNS:
         keys = list(first)
@@ -191,7 +191,7 @@ def _columns(items: Sequence[Any]) -> dict[str, Sequence[Any]]:
 
 def _hashes(items: Sequence[Any]) -> torch.Tensor | None:
     """Return a hash of each item; what all paths begin with (the folder of this node or rank) does not count."""
-    if all([type(item) is str or type(item) in _PATHS for item in items]):
+    if all([type(item) is str or is_one_of(item, _PATHS) for item in items]):
         texts = [str(item) for item in items]
         low, high = min(texts), max(texts)
         same = next(
@@ -215,12 +215,11 @@ def _vector(values: Any) -> torch.Tensor:
 
 def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
     """Return what stands for a plain value, None for anything else; no code of a class of the user's runs."""
-    kind = type(item)
-    if kind in _SCALARS:
+    if is_one_of(item, _SCALARS):
         return repr(item)
-    if kind in _PATHS:
+    if is_one_of(item, _PATHS):
         return repr(str(item))
-    if kind in {torch.Tensor, torch.nn.Parameter}:
+    if is_one_of(item, (torch.Tensor, torch.nn.Parameter)):
         return f"{fingerprint.glance(item):x}"
     numpy = sys.modules.get("numpy")
     if numpy is not None and is_a(item, numpy.generic):
@@ -238,7 +237,7 @@ def _text(item: Any, depth: int = 0) -> str | None:  # noqa: PLR0911 - likewise
 def _parts(item: Any) -> list[Any] | None:
     """Return what a small record is made of."""
     kind = type(item)
-    if kind in {tuple, list} or (is_a(item, tuple) and hasattr(kind, "_fields")):
+    if is_one_of(item, (tuple, list)) or (is_a(item, tuple) and hasattr(kind, "_fields")):
         return list(tuple.__iter__(item) if is_a(item, tuple) else item)
     if kind is dict:
         return [*item, *item.values()]
@@ -252,7 +251,7 @@ def _parts(item: Any) -> list[Any] | None:
 
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) in {numpy.ndarray, numpy.memmap}
+    return numpy is not None and is_one_of(value, (numpy.ndarray, numpy.memmap))
 
 
 def _array(value: Any) -> Held | None:
@@ -280,7 +279,7 @@ def _array(value: Any) -> Held | None:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a hash of each row of a tensor; None where it is large or not in host memory."""
-    plain = type(tensor) in {torch.Tensor, torch.nn.Parameter} and internals.is_plain(tensor) and tensor.is_cpu
+    plain = is_one_of(tensor, (torch.Tensor, torch.nn.Parameter)) and internals.is_plain(tensor) and tensor.is_cpu
     if not plain or not tensor.dim() or not tensor.numel() or tensor.numel() > _ROWS_ITEMS:
         return None
     return fingerprint.rows(tensor)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddpdebug import fingerprint, torch_internals as internals
+from ddpdebug.isolation.foreign import bases_of
 from ddpdebug.isolation.user_code import location, user_frame, user_location
 from ddpdebug.probes.constants import Settings
 from ddpdebug.probes.entries import Entries
@@ -180,7 +181,7 @@ def _code_of_methods(modules: list[torch.nn.Module]) -> set[CodeType]:
     """Return the code of the modules' methods, of what wraps them, and of functions that are written inside them."""
     found: set[CodeType] = set()
     waiting: list[object] = []
-    for kind in {base for module in modules for base in type(module).__mro__}:
+    for kind in {id(base): base for module in modules for base in bases_of(type(module))}.values():
         waiting += [value for value in vars(kind).values() if not kind.__module__.startswith("torch.")]
     while waiting:
         value = waiting.pop()

@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from ddpdebug import fingerprint, torch_internals as internals
-from ddpdebug.isolation.foreign import attributes_of, is_a, of_class
+from ddpdebug.isolation.foreign import attributes_of, is_a, is_one_of, of_class
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.isolation.weak_table import WeakTable
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
@@ -89,8 +90,8 @@ class DeliveredItems:
 
     def __init__(self, bus: Bus, state: StepState, announce: Announce) -> None:
         self._state, self._announce = state, announce
-        self._sources: weakref.WeakKeyDictionary[DataLoader[Any], _Source] = weakref.WeakKeyDictionary()
-        self._readings: weakref.WeakKeyDictionary[Any, _Reading] = weakref.WeakKeyDictionary()
+        self._sources: WeakTable[_Source] = WeakTable()
+        self._readings: WeakTable[_Reading] = WeakTable()
         self._beginning: tuple[_Source | None] | None = None
         bus.on("probe:items", IndicesDrawn, self._drawn)
         bus.on("probe:items", WorkersBegan, self._began)
@@ -236,7 +237,7 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 
 def _numbers(sampler: Any) -> dict[str, int | float]:
     """Return the numbers in an object's attributes; no property of it is asked."""
-    return {name: value for name, value in list(attributes_of(sampler).items()) if type(value) in {int, float}}
+    return {name: value for name, value in list(attributes_of(sampler).items()) if is_one_of(value, (int, float))}
 
 
 def _is_sorted(order: Sequence[int]) -> bool:

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.isolation.foreign import attributes_of, is_a, is_sized, of_class
+from ddpdebug.isolation.foreign import attributes_of, is_a, is_one_of, is_sized, of_class
 
 _MAX_DEPTH, _MAX_CODE = 6, 40
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -28,7 +28,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _PASSED = frozenset({"RESUME", "NOP", "PRECALL", "CACHE", "PUSH_NULL", "NOT_TAKEN"})
 _LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW")
-_INDEXABLE = frozenset({list, tuple, dict, torch.Size})
+_INDEXABLE = (list, tuple, dict, torch.Size)
 
 
 class _UnknownError(Exception):
@@ -39,7 +39,7 @@ def length_of(value: Any, depth: int = 0) -> int | None:  # noqa: PLR0911 - one 
     """Return how long something is; None where only code of the user's would know."""
     if is_sized(value):
         return len(value)
-    if type(value) in _TENSORS:
+    if is_one_of(value, _TENSORS):
         return len(value) if value.dim() else None
     if depth > _MAX_DEPTH:
         return None
@@ -121,7 +121,7 @@ def _global(method: FunctionType, name: str) -> Any:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    if type(holder) in _TENSORS and name in {"shape", "size"}:
+    if is_one_of(holder, _TENSORS) and name in {"shape", "size"}:
         return holder.shape if name == "shape" else _Sizes(holder.shape)
     if is_sized(holder) and name == "shape" and hasattr(holder, "shape"):
         return holder.shape
@@ -142,7 +142,7 @@ class _Sizes(tuple[int, ...]):
 
 
 def _item(holder: Any, key: Any) -> Any:
-    if type(holder) not in _INDEXABLE or type(key) not in {int, str}:
+    if not is_one_of(holder, _INDEXABLE) or not is_one_of(key, (int, str)):
         raise _UnknownError
     return holder[key]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ddpdebug import fingerprint, torch_internals as internals
 from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.isolation.user_code import user_location
+from ddpdebug.isolation.weak_table import WeakTable
 from ddpdebug.nested import tensors_in
 from ddpdebug.probes.datasets import Splits, held_by, source_of
 from ddpdebug.probes.delivered_items import DeliveredItems, sampler_of
@@ -70,12 +70,12 @@ class Loaders:
 
     def __init__(self, bus: Bus, state: StepState, announce: Announce) -> None:
         self._state, self._announce = state, announce
-        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._known: weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._iterators: WeakTable[None] = WeakTable()
+        self._known: WeakTable[dict[str, Any]] = WeakTable()
         self._begun: dict[str, int] | None = None  # a pass over a stream, until its iterator is known
         self._pairs: dict[int, _Pairs] = {}  # by the number of the loader
-        self._streams: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators' loaders
+        self._streams: WeakTable[dict[str, int]] = WeakTable()
+        self._numbers: WeakTable[int] = WeakTable()  # of iterators' loaders
         self._newest = 0
         self._waited: dict[int, float] = {}  # number of a loader -> seconds
         self._batches, self._enough = 0, _BATCHES
@@ -95,7 +95,7 @@ class Loaders:
     @property
     def repeated(self) -> bool:
         """Return whether a second epoch has begun over some loader."""
-        return any([known["iterations"] > 1 for known in list(self._known.values())])
+        return any([known["iterations"] > 1 for known in self._known.values()])
 
     def begin(self, event: EpochBegan) -> None:
         """Note the start of an epoch."""
@@ -103,7 +103,7 @@ class Loaders:
         known = self._known.get(loader)
         if known is None:
             held = dict(held_by(loader.dataset))
-            used = {other["index"] for other in list(self._known.values())}
+            used = {other["index"] for other in self._known.values()}
             known = {
                 "index": min({*range(len(used) + 1)} - used),  # not that of a living one
                 "iterations": 0,
@@ -130,7 +130,7 @@ class Loaders:
         self._splits.note(event.subset, event.location)
 
     def _workers_began(self, event: WorkersBegan) -> None:
-        self._iterators.add(event.iterator)
+        self._iterators[event.iterator] = None
         self._numbers[event.iterator] = self._newest
         if self._begun is not None:
             self._streams[event.iterator], self._begun = self._begun, None
@@ -157,7 +157,8 @@ class Loaders:
 
     def _compare(self, iterator: Any, value: int) -> None:
         """Count the batches that are the one before again, and announce how many of the first ones are."""
-        pairs = self._pairs.get(self._numbers.get(iterator, -1))
+        number = self._numbers.get(iterator)
+        pairs = None if number is None else self._pairs.get(number)
         if pairs is None or pairs.batches >= _PAIRS or self._whole:
             return
         pairs.again += bool(value) and value == pairs.newest
@@ -185,13 +186,13 @@ class Loaders:
 
     def _ended(self, event: EpochEnded) -> None:
         """Announce where a stream has ended: another rank's may go on."""
-        stream = self._streams.pop(event.iterator, None)
+        stream = self._streams.pop(event.iterator)
         if stream is not None and not event.failed:
             self._announce(StreamEnded(**stream, step=self._state.next_step()))
 
     def workers(self) -> list[int]:
         """Return the process ids of the loaders' living workers."""
-        return [pid for iterator in list(self._iterators) for pid in internals.worker_pids(iterator)]
+        return [pid for iterator in self._iterators.things() for pid in internals.worker_pids(iterator)]
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:

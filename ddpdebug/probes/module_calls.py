@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import bases_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.threads import Threads
 
@@ -146,7 +147,7 @@ class ModuleHook:
     ) -> None:
         self.is_on, self.is_after, self.always_called = False, is_after, always_called
         self._calls, self._part, self._look = calls, part, look
-        self._kinds: frozenset[type] = frozenset()
+        self._kinds: dict[int, type] = {}  # by their numbers: a metaclass may have its own `__hash__`
         self.of: frozenset[int] | None = None  # numbers of the modules that it looks at; None looks at all
 
     def on(self, kinds: Iterable[type] = (), modules: Iterable[torch.nn.Module] | None = None) -> None:
@@ -155,7 +156,7 @@ class ModuleHook:
         Args:
             modules: look at these only; whoever gives them sees to it that they live until `off`.
         """
-        self._kinds = frozenset(kinds)
+        self._kinds = {id(kind): kind for kind in kinds}
         if not self.is_on:
             self.of = None if modules is None else frozenset(map(id, modules))
         if not self.is_on and not self._calls.closed:
@@ -173,7 +174,7 @@ class ModuleHook:
         guard = self._calls.guard
         if self.of is not None and id(args[0]) not in self.of:
             return
-        if self._kinds and self._kinds.isdisjoint(type(args[0]).__mro__):
+        if self._kinds and self._kinds.keys().isdisjoint([id(base) for base in bases_of(type(args[0]))]):
             return
         if self._part in guard.off:
             self.off()

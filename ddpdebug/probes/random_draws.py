@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug import fingerprint
+from ddpdebug.isolation.foreign import is_one_of
 from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.isolation.process_state import RandomState
 from ddpdebug.isolation.user_code import is_user_file, is_users, location, user_frame
@@ -339,7 +340,7 @@ def _held(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
             count += 1
             variables: Mapping[str, Any] = {**frame.f_globals, **local_values(frame)}
             for name, value in list(variables.items())[:_MAX_VARIABLES]:
-                if type(value) in kinds and id(value) not in seen and len(seen) < _MAX_HELD:
+                if is_one_of(value, kinds) and id(value) not in seen and len(seen) < _MAX_HELD:
                     seen.add(id(value))
                     yield f"{name} ({type(value).__module__.partition('.')[0]})", value
         frame = frame.f_back

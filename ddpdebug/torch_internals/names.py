@@ -38,7 +38,7 @@ from ddpdebug.torch_internals.lookup import (
 def inherits(kind: type, names: Iterable[str]) -> bool:
     """Whether a class or one of its bases has one of the names: classes that nobody must import for that."""
     wanted = set(names)
-    return any([base.__name__ in wanted for base in kind.__mro__])
+    return any([base.__name__ in wanted for base in type.__getattribute__(kind, "__mro__")])
 
 
 def _cuda() -> bool:

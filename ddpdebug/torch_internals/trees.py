@@ -39,7 +39,7 @@ def own_attribute(owner: object, name: str, default: Any = None) -> Any:
     own = _dictionary(owner)
     if name in own:
         return own[name]
-    for kind in type(owner).__mro__:
+    for kind in type.__getattribute__(type(owner), "__mro__"):  # a metaclass is not asked either
         if name in vars(kind):
             return vars(kind)[name]
     return default

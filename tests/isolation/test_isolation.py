@@ -56,6 +56,7 @@ _REGISTERS = {
 #: Where something is registered elsewhere all the same, and why that cannot reach a job.
 _ALLOWED = {
     ("probes/graph_lifetime.py", "weakref.ref"): "the callback is a method of a set: no code of ours runs",
+    ("isolation/weak_table.py", "weakref.ref"): "as above, of a dictionary",
     ("forensics/target_leak.py", "register_forward_hook"): "in a disposable copy of the process",
     ("forensics/replay/replay.py", "register_forward_hook"): "as above",
     ("forensics/replay/replay.py", "register_forward_pre_hook"): "as above",

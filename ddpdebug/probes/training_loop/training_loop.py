@@ -20,6 +20,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.errors import text_of
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_frame, user_location
+from ddpdebug.isolation.weak_table import WeakTable
 from ddpdebug.probes import training_events as events
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
@@ -164,7 +165,7 @@ class _Stage:
     apart: int = 0  # steps of others since its last one
     number: int = 0
     begins: bool = False  # its first forward is to be looked at
-    known: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)  # this one and those before
+    known: WeakTable[None] = field(default_factory=WeakTable)  # this one and those before
     params: set[int] = field(default_factory=set)
 
 
@@ -834,7 +835,7 @@ class Recipe:
             return  # they take turns
         held = held_by([optimizer])
         self._stage.optimizer, self._stage.apart = weakref.ref(optimizer), 0
-        self._stage.known.add(optimizer)
+        self._stage.known[optimizer] = None
         if self._stage.params and held != self._stage.params and self._stage.number < _MAX_STAGES:
             self._stage.number, self._steps, self._stage.begins = self._stage.number + 1, 0, True
             self.audit.begin()

@@ -150,9 +150,9 @@ class Evaluations:
             self._known = Known()  # of a fold: what another model has trained on is new to this one
         self._roots = [weakref.ref(model) for model in models]
         losses = internals.LOSS_MODULES if self._source == "modules" else ()
-        self._hook.on({*map(type, models), *losses})
+        self._hook.on([*map(type, models), *losses])
         if self._state.wrappers:
-            self._before.on({*map(type, models)})
+            self._before.on(map(type, models))
 
     def _forward(self, event: ForwardBegan) -> None:
         """Look at a DDP forward that begins: one with gradients ends an evaluation."""
