@@ -209,7 +209,7 @@ class Probes:
             finished: the script or an epoch of it came to its end, so that what has not happened will not.
         """
         self._guard.run("close:recipe", self.recipe.close, finished=finished)
-        self._guard.run("close:evaluation", self.evaluations.release)
+        self._guard.run("close:evaluation", self.evaluations.close)
         self.patches.remove()
 
     def release(self) -> None:

@@ -839,7 +839,8 @@ class TrainModeValidation(Announcement):
 
     Args:
         beside: "stays" is a model that nobody changes and that runs in train mode, "follows" one that is written as an
-            average is, runs in eval mode, and whose statistics stay; of the trained model itself "frozen" are norms
+            average is, runs in eval mode, and whose statistics stay, "never" a copy that evaluations alone use and that
+            has not changed; of the trained model itself "frozen" are norms
             of a frozen part that count on, "last" such whose statistics are those of the newest batch.
     """
 

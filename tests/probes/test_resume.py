@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.training_events import Loaded, ScalerSteps
+from ddpdebug.probes.training_events import EpochBegan, Loaded, ScalerSteps
 from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
@@ -144,6 +145,34 @@ def test_an_optimizer_that_begins_under_a_schedule_that_goes_on() -> None:
     assert begin(torch.optim.Adam, restored=False) == ["optimizer"]
     assert begin(torch.optim.Adam, restored=True) == ["resumed"]
     assert begin(torch.optim.SGD, restored=False) == []
+
+
+@pytest.mark.parametrize(
+    ("epoch", "weights", "restored", "told"),
+    [
+        (4, True, False, ["optimizer"]),
+        (4, True, True, ["resumed"]),
+        (4, False, False, []),
+        (1, True, False, []),  # fine-tuning that counts epochs from 1
+    ],
+)
+def test_an_optimizer_that_begins_in_a_later_epoch(epoch: int, weights: bool, restored: bool, told: list[str]) -> None:
+    """With weights that were loaded the run goes on: moments are to be there as well."""
+    run, before = Run(), Run()
+    old = adam(before)
+    before.train(old)
+    if weights:
+        run.load(before.model.state_dict())
+    optimizer = adam(run)
+    if restored:
+        optimizer.load_state_dict(old.state_dict())
+    data = TensorDataset(torch.zeros(8, 3))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    for number in range(epoch, epoch + 2):
+        sampler.set_epoch(number)
+        run.resume.epoch_begins(EpochBegan(DataLoader(data, sampler=sampler)))
+        run.train(optimizer)
+    assert run.kinds() == told
 
 
 def test_an_optimizer_that_is_made_again_and_again() -> None:

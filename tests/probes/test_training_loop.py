@@ -51,6 +51,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     divisor,
     facts,
     is_mean,
+    is_multiplied,
     is_scaled_in_part,
     made_of_softmax,
     share,
@@ -917,6 +918,16 @@ def test_a_part_of_the_loss_without_the_loss_scale() -> None:
     assert not is_scaled_in_part(_scaled(512.0, both=True), 512.0)
     assert not is_scaled_in_part(_scaled(4.0, both=False), 512.0)
     assert not is_scaled_in_part(torch.ones(3, requires_grad=True).mean() * torch.tensor(512.0), 512.0)
+
+
+def test_a_loss_that_is_scaled_by_hand() -> None:
+    """What multiplies it last may be the loss scale; a weight below 1 is none."""
+    loss = torch.ones(3, requires_grad=True).mean()
+    assert is_multiplied(loss * 512.0)
+    assert is_multiplied(loss / torch.tensor(0.01))
+    assert not is_multiplied(loss * 0.5)
+    assert not is_multiplied(loss)
+    assert not is_multiplied(torch.ones(1, requires_grad=True))
 
 
 @pytest.mark.parametrize("logs", [True, False])

@@ -46,6 +46,16 @@ _BESIDE: dict[str, Fields] = {
         ),
         "actions": ("call `eval()` on it once, and again after a `train()` of what holds it",),
     },
+    "never": {
+        "title": "a copy of the model is evaluated, but training has never changed it",
+        "phase": "never updated",
+        "causes": (
+            "the average (EMA, SWA) is made and evaluated, and its update is not called, or is given another model",
+            "the update lies behind a condition (start step, interval) that this run does not reach",
+            "intended: a baseline that training is compared with",
+        ),
+        "actions": ("call the update after each `optimizer.step()`: `average.update_parameters(model)`",),
+    },
     "follows": {
         "title": "averaged weights are evaluated with BatchNorm statistics that are not averaged",
         "phase": "statistics",
@@ -65,7 +75,8 @@ class ValidationInTrainMode(EventRule):
     """Several forwards without gradients in a row, which are no part of every step, ran in train mode.
 
     Of the wrapper, or of the inner module where torch's loss functions were called after them. Or a model beside the
-    trained one runs in the wrong state: one that stays as it is in train mode, or an average whose statistics stay.
+    trained one runs in the wrong state: one that stays as it is in train mode, or an average that stays, or whose
+    statistics do.
     Or the statistics of the trained one are wrong: a frozen part is in train mode, or they hold the last batch alone.
 
     Impact: the metric is measured with dropout and batch statistics, depends on batch size and composition, and
@@ -80,7 +91,8 @@ class ValidationInTrainMode(EventRule):
     - `model.eval()` is missing, `no_grad` was thought to be enough
     - `eval()` was called on another object, or only on a submodule
     - a callback or a sampling function calls `train()` in the middle of evaluation
-    - a teacher or reference model that was never put into eval mode; an average that leaves buffers out
+    - a teacher or reference model that was never put into eval mode
+    - an average that leaves buffers out, or that nothing updates
     - dropout or batch statistics in evaluation on purpose
     - none of these: forwards that collect data for training (reinforcement learning), which dropout disturbs as well;
       a hint where their inputs are seen to be trained on next
@@ -105,6 +117,7 @@ class ValidationInTrainMode(EventRule):
         lambda: Facts(topic="alone:validation", values={0: {**_FACT, "collected": True}}),  # a hint
         lambda: Facts(topic="alone:validation", values={0: {"beside": "stays", "forwards": 8, "names": ["Net", "1"]}}),
         lambda: Facts(topic="alone:validation", values={0: {"beside": "follows", "forwards": 1, "names": ["Net"]}}),
+        lambda: Facts(topic="alone:validation", values={0: {"beside": "never", "forwards": 2, "names": ["Net"]}}),
         lambda: Facts(topic="alone:validation", values={0: {"beside": "frozen", "forwards": 8, "names": ["body.1"]}}),
     )
     silent_on = Examples(

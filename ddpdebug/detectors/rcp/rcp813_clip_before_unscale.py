@@ -57,10 +57,11 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "part": {
         "severity": Severity.WARNING,
-        "title": "one of several losses is not scaled, but its gradients are unscaled with the others",
+        "title": "a loss is not scaled, but its gradients are unscaled",
         "phase": "partly scaled",
         "causes": (
-            "`scaler.scale(loss) + other`, or a second `backward()` of a loss that was not given to `scaler.scale`",
+            "`scaler.scale(loss) + other`, or a `backward()` of a loss that was not given to `scaler.scale`",
+            "several optimizers with one scaler: the loss of one is scaled, that of another is not",
             "a penalty whose gradients are added to scaled ones",
         ),
         "actions": ("scale all that a step uses: `scaler.scale(loss + other).backward()`",),

@@ -63,9 +63,9 @@ _SAID: dict[str, Fields] = {
         ),
     },
     "optimizer": {
-        "title": "the schedule was restored but the optimizer's state was not",
+        "title": "the run goes on where another has ended, but the optimizer's state was not restored",
         "causes": (
-            "a resume that loads model and scheduler, and not the optimizer",
+            "a resume that loads model, epoch or scheduler, and not the optimizer",
             "the optimizer is made anew after its state was loaded",
             "intended: a schedule that is wound forward for a new optimizer",
         ),
@@ -140,7 +140,10 @@ class RestoredInPart(EventRule):
             return None
         evidence: dict[str, Any] = {
             "names": {"fitted": fact.fitted, "of": fact.number, "names_that_the_model_has_not": fact.others},
-            "optimizer": {"calls_of_the_schedule": fact.calls, "steps_of_the_optimizer": 0},
+            "optimizer": {
+                "first_epoch" if fact.schedule is None else "calls_of_the_schedule": fact.calls,
+                "steps_of_the_optimizer": 0,
+            },
             "itself": {"parameters": fact.number},
             "ended": {"calls_of_the_schedule": fact.calls, "its_length": fact.steps},
             "rebuilt": {"begun_without_state": fact.calls, "steps_of_the_one_before": fact.steps},

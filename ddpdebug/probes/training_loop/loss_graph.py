@@ -225,6 +225,12 @@ def scaled_by(node: Any) -> float | None:
     return float(other) if node.name() == "DivBackward0" else 1 / float(other)
 
 
+def is_multiplied(root: torch.Tensor) -> bool:
+    """Return whether the last that was done to a loss is a multiplication with more than 1, such as a loss scale."""
+    number = None if root.grad_fn is None else scaled_by(root.grad_fn)
+    return number is not None and number < 1
+
+
 def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
     """Return whether some of what a loss adds up was multiplied by the loss scale, and some was not."""
     waiting, found = [root.grad_fn], set[bool]()

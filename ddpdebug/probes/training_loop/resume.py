@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.isolation.foreign import is_a
+from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.probes.async_copy import glances
-from ddpdebug.probes.training_events import Loaded, ScalerSteps
+from ddpdebug.probes.delivered_items import sampler_of
+from ddpdebug.probes.training_events import EpochBegan, Loaded, ScalerSteps
 from ddpdebug.probes.training_loop.schedulers import ENDED, Schedules, length_of, steps_of
 from ddpdebug.schema.announcements import Restored
 
@@ -24,6 +25,8 @@ _SAMPLE = 4
 #: Steps of a model after a load in which what follows it is looked for.
 _FOLLOWED = 4
 _MAX_NAMES = 20
+#: First epoch that is one of a run that goes on: where epochs are counted from 1, that is where a run begins.
+_GOES_ON = 2
 #: Sets of parameters whose optimizers are known, and loads that have not fitted.
 _MAX_SETS = 64
 
@@ -83,7 +86,8 @@ class Resume:
         self._unfitted: list[tuple[Restored, dict[str, int]]] = []  # with the parameters that another load may bring
         self._trained: dict[int, _Trained] = {}  # by the parameters
         self._stepping: _Trained | None = None  # the newest
-        self._fresh: tuple[weakref.ref[torch.optim.Optimizer], str, int] | None = None  # schedule, its position
+        self._fresh: tuple[weakref.ref[torch.optim.Optimizer], str | None, int] | None = None  # schedule, its position
+        self._epoch = 0  # that a sampler was told before the first step
         self._loaded: _Weights | None = None  # by the newest load
         self._loads = 0
 
@@ -183,6 +187,12 @@ class Resume:
             seen = internals.Seen(params[0])
             self._scaled[id(optimizer)] = _Trained("", weakref.ref(event.scaler), seen, begun=begun)
 
+    def epoch_begins(self, event: EpochBegan) -> None:
+        """Note with which epoch the process begins."""
+        if not self._schedules.taken:
+            epoch = attributes_of(sampler_of(event.loader)).get("epoch")
+            self._epoch = max(self._epoch, epoch if type(epoch) is int else 0)
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at an optimizer that is about to step."""
         for said, lacking in self._unfitted:
@@ -208,13 +218,15 @@ class Resume:
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
         params = internals.params(optimizer)
         loaded, self._loaded = self._loaded, None
+        empty = not internals.state(optimizer)
         if loaded is not None and loaded.steps == self._schedules.taken:
             own = {id(p): p for p in params}
             same = [p for i, seen in loaded.params if (p := own.get(i)) is not None and seen.is_of(p)]
             now = _values(same) if len(same) == len(loaded.params) else None
             if now is not None and all([one != other for one, other in zip(loaded.values, now, strict=True)]):
                 self._tell(_about(optimizer, "overwritten", location=loaded.location))
-        empty = not internals.state(optimizer)
+            if now is not None and empty and not loaded.steps and self._epoch >= _GOES_ON:
+                self._fresh = weakref.ref(optimizer), None, self._epoch
         for schedule, calls in self._schedules.of(optimizer):
             moved, name = vars(schedule).get("last_epoch"), type(schedule).__name__
             if not isinstance(moved, int) or moved - calls <= 1:

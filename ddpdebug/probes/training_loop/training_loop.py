@@ -43,6 +43,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     Term,
     facts,
     gist,
+    is_multiplied,
     is_scaled_in_part,
     made_of_softmax,
     softmax_of_one,
@@ -137,7 +138,7 @@ class _Loop:
     shapes: list[torch.Size] = field(default_factory=list)  # of what the newest forward was given
     attacks: list[torch.Size] | None = None  # ... before the first backward, if an input wants a gradient
     float16: bool = False  # a forward that trains ran under autocast to it
-    scaled: bool = False  # a loss was
+    scaled: set[str | None] = field(default_factory=set)  # lines whose loss was, by whomever
     in_part: bool = False  # a part of a loss, or one of several, has no loss scale
     clip: str | None = None  # the line that clipped scaled gradients
     touched: bool = False  # gradients were clipped or unscaled
@@ -288,6 +289,7 @@ class Recipe:
         bus.on("probe:audit", events.OptimizerBuilt, self._built)
         bus.on("probe:schedules", events.SchedulerBuilt, self.scheduler_built)
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
+        bus.on("probe:resume", events.EpochBegan, self._resume.epoch_begins)
         bus.on("probe:resume", events.Loaded, self._resume.loaded)
         bus.on("probe:resume", events.ScalerSteps, self._resume.scaler_steps)
 
@@ -541,7 +543,7 @@ class Recipe:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, _: events.BackwardBegan) -> None:
+    def _begin_backward(self, event: events.BackwardBegan) -> None:
         """Note a backward that begins."""
         if self._state.in_backward:
             return
@@ -554,7 +556,9 @@ class Recipe:
             loop.clipped_nothing, loop.idle = ScaledClip(location=loop.idle, idle=True), None
         loop.lines.append(user_location())
         if loop.scale is not None:
-            loop.scales[loop.lines[-1]], loop.scaled = loop.scale, True
+            loop.scales[loop.lines[-1]] = loop.scale
+        if loop.scale is not None or any([is_multiplied(root) for root in event.roots]):
+            loop.scaled.add(loop.lines[-1])
 
     def _begin_clearing(self) -> None:
         optimizer = None if self._closure is None else self._closure()
@@ -677,7 +681,7 @@ class Recipe:
         self._loop.scale, self._loop.touched = None, True
         self._loop.scales.clear()
 
-    def _scaler_steps(self, _: events.ScalerSteps) -> None:
+    def _scaler_steps(self, event: events.ScalerSteps) -> None:
         """Note that GradScaler is about to step, and to unscale what was not unscaled before."""
         loop = self._loop
         if loop.clip is not None:
@@ -685,11 +689,19 @@ class Recipe:
             on_host = loop.scale is not None and not math.isnan(loop.scale)
             clip = ScaledClip(location=loop.clip, scale=loop.scale if on_host else None)
             self._state.since.parts[RecipeNotes].recipe["clip"] = clip
-        elif loop.in_part or (loop.scales and set(loop.lines) != set(loop.scales) and self.clearing.number() == 1):
+        elif loop.in_part or self._is_unscaled(event.optimizer):
             self._state.since.parts[RecipeNotes].flags |= Flag.CLIPPED_SCALED
             clip = ScaledClip(location=loop.lines[-1] if loop.lines else None, instead="part")
             self._state.since.parts[RecipeNotes].recipe["clip"] = clip
         self._unscaled()
+
+    def _is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer uses gradients of a loss that was not scaled, as far as that is known."""
+        loop = self._loop
+        if loop.scaled:
+            return set(loop.lines) != loop.scaled and self.clearing.number() == 1
+        line = self.clearing.of(optimizer).line
+        return line is not None and line in loop.lines
 
     # --- optimizer ----------------------------------------------------------------------------------------------------
 

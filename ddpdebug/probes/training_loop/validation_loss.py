@@ -43,6 +43,7 @@ from ddpdebug.probes.training_events import (
 )
 from ddpdebug.probes.training_loop.modes import EVALUATION, Modes
 from ddpdebug.probes.training_loop.samples import Known
+from ddpdebug.probes.training_loop.stale_copies import StaleCopies
 from ddpdebug.schema.announcements import Announcement, TokenChange, TrainModeValidation, ValidationLine
 
 #: What a line computes at every step belongs to the step (a target, a number for the log): an evaluation comes so many
@@ -128,7 +129,7 @@ class Evaluations:
         self._last: dict[_Line, int] = {}
         self._followed: _Line | None = None
         self._choices = self._left_out = 0
-        self._train_mode, self._known = _TrainMode(state, tell), Known()
+        self._train_mode, self._known, self._copies = _TrainMode(state, tell), Known(), StaleCopies(APART)
         bus.on("probe:evaluation", StepBegan, self.end)
         bus.on("probe:evaluation", StepEnded, self.begin)
         bus.on("probe:evaluation", Woken, self.begin)
@@ -150,7 +151,7 @@ class Evaluations:
             self._known = Known()  # of a fold: what another model has trained on is new to this one
         self._roots = [weakref.ref(model) for model in models]
         losses = internals.LOSS_MODULES if self._source == "modules" else ()
-        self._hook.on([*map(type, models), *losses])
+        self._hook.on([*map(type, models), *losses, *self._copies.kinds])
         if self._state.wrappers:
             self._before.on(map(type, models))
 
@@ -158,7 +159,7 @@ class Evaluations:
         """Look at a DDP forward that begins: one with gradients ends an evaluation."""
         self._read_newest()
         if torch.is_grad_enabled():
-            self.release()
+            self._trains()
             self._known.trains(event.tensors)
         elif not self._hook.is_on and not internals.in_train_mode(internals.unwrap_compiled(event.ddp.module)):
             self._forwards += 1
@@ -167,7 +168,7 @@ class Evaluations:
         """Look at the forward of a model without DDP that begins."""
         self._read_newest()
         if torch.is_grad_enabled():
-            self.release()
+            self._trains()
             self._known.trains(lambda: list(tensors_in((event.args, event.kwargs))))
 
     # --- what is seen -------------------------------------------------------------------------------------------------
@@ -191,11 +192,15 @@ class Evaluations:
             self._bus.emit(EvaluationForwardEnded(module, Tensors(output)))
         if torch.is_grad_enabled():
             if is_root:
-                self.release()
+                self._trains()
+            else:
+                self._copies.takes_part(module)
         elif is_root:
             self._model_ran(module, args, output)
         elif self._source == "modules" and issubclass(type(module), internals.LOSS_MODULES):
             self.look(output, f"by {_name(module)}")
+        elif said := self._copies.ran(module, self._state.next_step(), self._roots):
+            self._tell(said)
 
     def _model_ran(self, model: nn.Module, args: Any, output: Any) -> None:
         if internals.in_train_mode(model):
@@ -296,6 +301,17 @@ class Evaluations:
         own = found[line]
         self._tell(ValidationLine(location=line[0], samples=line[1], batches=own.count, source=own.source))
         return True
+
+    def _trains(self) -> None:
+        """A forward that trains begins: the hooks go, unless it is to be seen whether a copy takes part in it."""
+        if not self._copies.waits(self._state.next_step()):
+            self.release()
+
+    def close(self) -> None:
+        """Take the hooks away, and announce what only the end shows."""
+        self.release()
+        for said in self._copies.at_end():
+            self._tell(said)
 
     def release(self) -> None:
         """Take the hooks away."""

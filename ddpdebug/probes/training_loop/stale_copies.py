@@ -1,0 +1,116 @@
+"""Copies of the trained model that evaluations use and steps do not: averages (EMA, SWA) are to follow the model.
+
+A copy that takes part in the steps themselves may stay as it is: a teacher, a reference, a target network.
+Values are compared in host memory only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.user_code import user_location
+from ddpdebug.probes.async_copy import glances
+from ddpdebug.schema.announcements import TrainModeValidation
+
+#: Evaluations after which a copy that has not changed is told; at the end of the run the least that show it.
+_ENOUGH, _LEAST = 4, 2
+_SAMPLE, _MAX_COPIES = 4, 64
+
+
+@dataclass(slots=True)
+class _Copy:
+    module: weakref.ref[nn.Module]
+    values: Sequence[int] | None  # of some parameters, as it was first seen; None: it is no copy, or is not looked at
+    location: str | None
+    first: int  # step
+    newest: int
+    evaluations: int = 1
+    is_new: bool = False  # it says itself that it was never updated
+
+
+class StaleCopies:
+    """Watches copies that run in eval mode without gradients.
+
+    Args:
+        apart: steps between two evaluations; what runs more often belongs to the steps.
+    """
+
+    #: Classes that are copies beside those of the trained models.
+    kinds = (AveragedModel,)
+
+    def __init__(self, apart: int) -> None:
+        self._apart = apart
+        self._copies: dict[int, _Copy] = {}
+
+    def waits(self, step: int) -> bool:
+        """Return whether the forwards of this step are to be seen: those of a copy that is new make it part of them."""
+        return any([copy.values is not None and step - copy.first <= 1 for copy in self._copies.values()])
+
+    def ran(self, module: nn.Module, step: int, roots: Sequence[weakref.ref[nn.Module]]) -> TrainModeValidation | None:
+        """See a model that has run; return what is to be told."""
+        if internals.in_train_mode(module):
+            return None
+        known = self._copies.get(id(module))
+        if known is None or known.module() is not module:
+            self._add(module, step, roots)
+            return None
+        if known.values is None or known.newest == step:
+            return None
+        if step - known.newest < self._apart or _values(module) != known.values:
+            known.values = None
+            return None
+        known.newest, known.evaluations = step, known.evaluations + 1
+        return _said(known) if known.evaluations == _ENOUGH else None
+
+    def takes_part(self, module: nn.Module) -> None:
+        """See a model that has run with gradients, as a part of a loss."""
+        if (known := self._copies.get(id(module))) is not None:
+            known.values = None
+
+    def _add(self, module: nn.Module, step: int, roots: Sequence[weakref.ref[nn.Module]]) -> None:
+        if len(self._copies) >= _MAX_COPIES:
+            self._copies = {key: copy for key, copy in self._copies.items() if copy.module() is not None}
+        if len(self._copies) >= _MAX_COPIES or not step:
+            return
+        models = [model for ref in roots if (model := ref()) is not None]
+        own = {id(p) for model in models for p in internals.parameters(model)}
+        params = list(internals.parameters(module))
+        shapes = [p.shape for p in params]
+        alike = any([[p.shape for p in internals.parameters(model)] == shapes for model in models])
+        copies = bool(params) and alike and own.isdisjoint(map(id, params))
+        copy = _Copy(weakref.ref(module), _values(module) if copies else None, user_location(), step, step)
+        if isinstance(module, AveragedModel):
+            copy.is_new = _is_new(module)
+            self.takes_part(module.module)  # which has run within it
+        self._copies[id(module)] = copy
+
+    def at_end(self) -> Iterator[TrainModeValidation]:
+        """Return what the whole run has shown of copies that were not told."""
+        for copy in self._copies.values():
+            shown = copy.is_new or copy.evaluations >= _LEAST
+            if copy.values is not None and shown and copy.evaluations < _ENOUGH:
+                yield _said(copy)
+
+
+def _said(copy: _Copy) -> TrainModeValidation:
+    module = copy.module()
+    names = () if module is None else (type(module).__name__,)
+    return TrainModeValidation(forwards=copy.evaluations, location=copy.location, beside="never", names=names)
+
+
+def _is_new(average: AveragedModel) -> bool:
+    return internals.is_plain(average.n_averaged) and average.n_averaged.is_cpu and not int(average.n_averaged)
+
+
+def _values(module: nn.Module) -> Sequence[int] | None:
+    params = list(internals.parameters(module))
+    with torch.no_grad():
+        looked = glances([p.detach() for p in params[:: max(1, len(params) // _SAMPLE)][:_SAMPLE]])
+    return None if looked is None else [*looked()]
