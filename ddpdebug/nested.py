@@ -152,21 +152,26 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything in args and kwargs that is no container: `args[0]["mask"]`, `x[1]`."""
+def leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Return (path, value) of everything in args and kwargs that is no container: `args[0]["mask"]`, `x[1]`.
+
+    A list, and not a generator: what a trace function raises is lost where that is given up halfway.
+    """
     args, kwargs = arguments
+    found: list[tuple[str, Any]] = []
     for i, value in enumerate(args):
-        yield from _leaves(f"args[{i}]", value, 0)
+        _add_leaves(found, f"args[{i}]", value, 0)
     for key, value in kwargs.items():
-        yield from _leaves(str(key), value, 0)
+        _add_leaves(found, str(key), value, 0)
+    return found
 
 
-def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _add_leaves(found: list[tuple[str, Any]], path: str, value: Any, depth: int) -> None:
     if depth < _PATHS and is_container(value):
         for key, item in items(value):
-            yield from _leaves(f"{path}[{key!r}]", item, depth + 1)
+            _add_leaves(found, f"{path}[{key!r}]", item, depth + 1)
         return
-    yield path, value
+    found.append((path, value))
     if hasattr(type(value), "__dataclass_fields__") and depth < _PATHS:
         for key, item in attributes_of(value).items():
-            yield from _leaves(f"{path}.{key}", item, depth + 1)
+            _add_leaves(found, f"{path}.{key}", item, depth + 1)
