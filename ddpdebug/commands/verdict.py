@@ -43,7 +43,7 @@ same.
 @click.option(
     "--restart",
     is_flag=True,
-    help="Print whether a restart may help, and why; exit with 0 where it may, else with 1.",
+    help="Print whether a restart may help, and why; exit with 0 where it may, 1 where not, 4 where nobody knows.",
 )
 def command(run_dir: Path, form: str, *, restart: bool, **given: Any) -> Callable[[], int]:
     """Return the action for a line that is right."""
@@ -62,19 +62,24 @@ def _act(directory: Path, config: Config, form: str) -> int:
 
 def _restart(directory: Path, config: Config) -> int:
     verdict = _judged(directory, config)
-    publish(verdict, config, directory, _script(directory), stream=io.StringIO())
+    written = publish(verdict, config, directory, _script(directory), stream=io.StringIO())
+    if verdict.word is Word.DAMAGED or written != verdict.exit_code:
+        sys.stdout.write(
+            "restart: unknown\n  the findings cannot be read, or a file of the verdict cannot be written\n"
+        )
+        return Word.DAMAGED.exit_code
     against = verdict.word is Word.FAILED and not verdict.failing
     words = [_AGAIN] if against else []
     for finding in verdict.failing:
         if (found := nature(finding)) is not None:
             against |= not found.helps
             words.append(f"{clean(finding.code, 20)} ({found.value}): {found.advice}")
-    sys.stdout.write(
-        f"restart: {'no' if against else 'yes'}\n" + "".join(f"  {line}\n" for line in dict.fromkeys(words))
-    )
+    lines = [f"restart: {'no' if against else 'yes'}", *(f"  {line}" for line in dict.fromkeys(words))]
+    sys.stdout.write("\n".join(lines) + "\n")
     return int(against)
 
 
+_UNKNOWN = "the findings cannot be read, or a file of the verdict cannot be written"
 _AGAIN = "the script failed by itself, and no finding says that it may go well the next time"
 
 

@@ -111,6 +111,14 @@ def test_restart(
     assert (tmp_path / "v.json").exists()
 
 
+def test_a_restart_after_findings_that_cannot_be_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody knows whether it helps."""
+    folder = _run(tmp_path / "run", {0: _FINE, 1: _FINE})
+    (folder / "findings.jsonl").write_text("{\n", encoding="utf-8")
+    assert main(["verdict", str(folder), "--restart"]) == 4
+    assert capfd.readouterr().out.startswith("restart: unknown\n")
+
+
 def test_reports_over_the_network_count(tmp_path: Path) -> None:
     """A rank on a node with other disks is known by what it told rank 0 when it ended."""
     folder = _run(tmp_path / "run", {0: _FINE})
