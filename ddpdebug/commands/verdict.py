@@ -74,12 +74,13 @@ def _restart(directory: Path, config: Config) -> int:
         if (found := nature(finding)) is not None:
             against |= not found.helps
             words.append(f"{clean(finding.code, 20)} ({found.value}): {found.advice}")
-    lines = [f"restart: {'no' if against else 'yes'}", *(f"  {line}" for line in dict.fromkeys(words))]
+    lines = [f"restart: {'no' if against else 'yes'}", *(f"  {line}" for line in dict.fromkeys(words or [_NOTHING]))]
     sys.stdout.write("\n".join(lines) + "\n")
     return int(against)
 
 
 _UNKNOWN = "the findings cannot be read, or a file of the verdict cannot be written"
+_NOTHING = "no finding says that the same happens again"
 _AGAIN = "the script failed by itself, and no finding says that it may go well the next time"
 
 
