@@ -115,12 +115,14 @@ def parting(
     size = next(height for count, height in _HEIGHTS if world <= count)
     bottom, x = _TOP + size * world, _x(min(max(step, steps[0]), steps[1]), steps)
     of = {rank: number for number, group in enumerate(groups) for rank in group}
+    together = len(groups) == 1  # none is apart from another
+    word = "with all others" if together else "parted"
     parts: list[str] = []
     for rank in range(world):
         y = _TOP + size * (rank + 0.5)
         number = of.get(rank, 0)
-        odd = undecided or number > 0 or len(groups) == 1
-        name = f"rank {rank}: {'in group ' + str(number + 1) if undecided else 'parted' if odd else 'as most'}"
+        odd = undecided or number > 0 or together
+        name = f"rank {rank}: {'in group ' + str(number + 1) if undecided else word if odd else 'as most'}"
         if rank % max(1, math.ceil(12 / size)) == 0:
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">rank {rank}</text>')
         parts.append(f'<line x1="{_LEFT}" x2="{x:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_GOOD}" stroke-width="3"/>')
@@ -129,7 +131,8 @@ def parting(
         parts.append(f"<line {after}{dashes}><title>{escape(name)}</title></line>")
     mark = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}">'
     parts += [f"{mark}<title>{escape(words)}</title></line>", _ticks(steps, bottom + _BOTTOM)]
-    legend = "solid: as the others; dashed and red: parted" if not undecided else "dashed and red: the groups, by dash"
+    legend = "dashed and red: on all ranks alike" if together else "solid: as the others; dashed and red: parted"
+    legend = "dashed and red: the groups, by dash" if undecided else legend
     return f'{_svg(bottom + _BOTTOM, parts, words)}<p class="legend">{legend}; the upright line is step {step}</p>'
 
 

@@ -456,5 +456,8 @@ def test_the_picture_shows_who_parted_from_whom() -> None:
     text = parting(3, [[0, 2], [1]], (0, 40), 20, "RANK101", undecided=False)
     assert text.count("stroke-dasharray") == 1
     assert "rank 1: parted" in text
+    alike = parting(2, [[0, 1]], (0, 40), 20, "RCP801", undecided=False)
+    assert "on all ranks alike" in alike
+    assert "parted" not in alike
     tie = parting(2, [[0], [1]], (0, 40), 20, "RANK101", undecided=True)
     assert tie.count("stroke-dasharray") == 2
