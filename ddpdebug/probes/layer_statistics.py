@@ -300,7 +300,6 @@ class Layers:
             path = f"{place} (softmax{f' {names[place]}' if names[place] else ''})"
             with torch.no_grad():
                 dim = int(graph.saved_number(node, "dim") or 0)
-                dim -= (1 << 64) * (dim >= 1 << 63)  # kept without its sign
                 ended, masked = _saturated(_part(whole.movedim(dim, -1)), "softmax").float(), _masked(node)
                 share = ended.mean()
                 if masked is not None and _fits(masked, whole):  # a row of one entry has all the weight there

@@ -399,6 +399,21 @@ class Targets(Announcement):
     numbers: tuple[float, ...] = ()
 
 
+LOSS_FUNCTIONS = "loss functions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings(Announcement):
+    """What the k-th loss of a program was made with, each time since it was told last."""
+
+    topic: ClassVar[str] = "loss_settings"
+
+    step: int | None = None
+    location: str | None = None  # of its backward
+    #: `LOSS_FUNCTIONS` -> their names, " + " between them; "function.setting" -> number, or "(shape):digest"
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Announcement):
     """The n-th list of tensors that were gathered from all ranks without a gradient, before a backward."""
@@ -1068,6 +1083,7 @@ TOPICS = _by_topic(
         RepeatedOrder,
         RepeatedDeliveries,
         Targets,
+        LossSettings,
         Gathered,
         Agreement,
         Equivalence,

@@ -104,9 +104,17 @@ def _saved_without_hook(node: Any, name: str) -> torch.Tensor | None:
 
 
 def saved_number(node: Any, name: str) -> int | None:
-    """Return a plain number that a node has saved."""
-    value = getattr(node, f"{names.SAVED}{name}", None)
+    """Return a whole number that a node has saved."""
+    value = saved_setting(node, name)
     return value if isinstance(value, int) else None
+
+
+def saved_setting(node: Any, name: str) -> float | None:
+    """Return a number that a node has saved."""
+    value = getattr(node, f"{names.SAVED}{name}", None)
+    if isinstance(value, int):
+        return value - (1 << 64) * (value >= 1 << 63)  # kept without its sign
+    return value if isinstance(value, float) else None
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ class SampledRule(Detector):
         return False  # said once: what is wrong with a layer does not come and go
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
-        return (cause.code, cause.phase) != ("RANK107", "constants")  # which may be meant, and never ends
+        return cause.code != "RANK107" or cause.phase not in {"constants", "loss"}  # may be meant, and never ends
 
     def suspects(self, step: Step) -> bool:
         return any(math.isfinite(row.update_norm) for row in step.rows.values())

@@ -10,7 +10,15 @@ from typing import Any
 from ddpdebug.detectors.comparison import MAX_NAMES, within
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import Agreement, Constants, NumberChange, Numbers, Precision
+from ddpdebug.schema.announcements import (
+    LOSS_FUNCTIONS,
+    Agreement,
+    Constants,
+    LossSettings,
+    NumberChange,
+    Numbers,
+    Precision,
+)
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import outvoted
 
@@ -23,6 +31,15 @@ _PLAIN_CAUSES = [
     "a tensor in a plain attribute, made under a seed per rank: DDP broadcasts parameters and buffers only"
 ]
 _PLAIN_ACTIONS = ["`self.register_buffer(name, tensor)` instead of an attribute, or make it under one seed"]
+_LOSS: dict[str, Any] = {LOSS_FUNCTIONS: "NllLoss", "NllLoss.reduction": "1", "NllLoss.weight": "(3,):aa"}
+_LOSS_CAUSES = [
+    "an argument of the loss that depends on the rank, or on a file or an environment variable of one machine",
+    "weights of classes that each rank has counted in its own part of the data",
+]
+_LOSS_ACTIONS = [
+    "read the settings on one rank and `broadcast_object_list` them",
+    "`all_reduce` the counts of the classes, and make the weights of the sums",
+]
 _NUMBER_CAUSES = [
     "code that runs on some ranks only, or depends on what each rank has measured, sets the attribute",
     "a schedule that counts each rank's own steps or time",
@@ -37,6 +54,11 @@ _ON: dict[str, Any] = {"was": 0.5, "value": 0.2, "step": 32, "times": 8}
 
 def _numbers(*changes: Mapping[str, Any]) -> Facts:
     return Facts(topic="numbers:0", values={rank: {"step": 31, "changes": own} for rank, own in enumerate(changes)})
+
+
+def _losses(settings: Mapping[str, str]) -> Facts:
+    told = {"step": 15, "location": "train.py:9", "settings": _LOSS}
+    return Facts(topic="loss_settings:0", values={0: told, 1: {**told, "settings": settings}, 2: told})
 
 
 def _both(first: NumberChange | None, later: NumberChange | None) -> NumberChange | None:
@@ -70,6 +92,8 @@ class OutputsDisagree(Detector):
     - different library versions or device types on the nodes
     - a tensor kept in a plain attribute, which DDP does not broadcast: drawn under a seed per rank (random features,
       noise tables), or a cache or running average that each rank updates from its own data
+    - the loss differs: class weights that each rank has counted in its own part of the data, label smoothing or a
+      reduction that depends on the rank
     - a defective device
 
     Remedy:
@@ -86,7 +110,7 @@ class OutputsDisagree(Detector):
     incident = ("phase", "ranks")
     reads = ("output_digest", "eval_output_digest")
     of_several = True
-    topics = ("agreement", "precision", "constants", "numbers")
+    topics = ("agreement", "precision", "constants", "numbers", "loss_settings")
     number_changes = Threshold(
         2,
         "changes of a plain number between two looks that make it each rank's own",
@@ -105,6 +129,8 @@ class OutputsDisagree(Detector):
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),
+        lambda: _losses({**_LOSS, "NllLoss.weight": "(3,):bb"}),
+        lambda: _losses({**_LOSS, LOSS_FUNCTIONS: "NllLoss + Sum"}),  # label smoothing
         lambda: (_numbers({}, {"head.temperature": _SET}, {}), _numbers({}, {}, {})),
         lambda: (_numbers({}, {"tau": {**_SET, "times": 9}}), _numbers({}, {"tau": _ON})),  # a schedule on one rank
         lambda: (_numbers({"drop.p": _SET}, {"drop.p": {**_SET, "value": 0.6}}), _numbers({}, {})),
@@ -120,6 +146,9 @@ class OutputsDisagree(Detector):
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),
+        lambda: _losses(_LOSS),
+        lambda: _losses({LOSS_FUNCTIONS: "MseLoss", "MseLoss.reduction": "2"}),  # a task of its own for each rank
+        lambda: _losses({**_LOSS, "NllLoss.weight": "(5,):bb"}),  # and classes of its own
         lambda: _numbers({"temperature": _SET}, {"temperature": _SET}),
         lambda: _numbers({"tokens": {**_SET, "times": 16}}, {"tokens": {**_SET, "value": 3.0, "times": 16}}),
         lambda: _numbers({}, {"temperature": {**_SET, "value": 1.0}}),  # and back again
@@ -213,28 +242,48 @@ class OutputsDisagree(Detector):
 
     def _constants(self, told: Mapping[int, Constants]) -> Findings:
         """Constants that differ, from the first step on. A warning: a rank may have a table of its own on purpose."""
-        tables = {rank: fact.tensors for rank, fact in told.items()}
+        yield from self._apart(
+            {rank: fact.tensors for rank, fact in told.items()},
+            title="ranks compute with different constants",
+            phase="constants",
+            causes=_PLAIN_CAUSES,
+            actions=_PLAIN_ACTIONS,
+        )
+
+    def _losses(self, told: Mapping[int, LossSettings]) -> Findings:
+        """Settings of a loss that differ, where all ranks have a loss function in common: others are other tasks."""
+        tables = {rank: fact.settings for rank, fact in told.items()}
+        if set.intersection(*[set(table.get(LOSS_FUNCTIONS, "").split(" + ")) for table in tables.values()]):
+            yield from self._apart(
+                tables,
+                title="the loss has other settings on some ranks",
+                step=max(fact.step or 0 for fact in told.values()),
+                location=told[min(told)].location,
+                phase="loss",
+                causes=_LOSS_CAUSES,
+                actions=_LOSS_ACTIONS,
+            )
+
+    def _apart(self, tables: Mapping[int, Mapping[str, str]], *, step: int = 0, **said: Any) -> Findings:
+        """What has one shape and not one value."""
         common = set.intersection(*(set(table) for table in tables.values())) if len(tables) > 1 else set()
         shown = {name: [table[name] for table in tables.values()] for name in sorted(common)}
         names = [
             name
             for name, values in shown.items()
-            if len(set(values)) > 1 and len({value.partition(":")[0] for value in values}) == 1
+            if len(set(values)) > 1 and len({value.rpartition(":")[0] for value in values}) == 1
         ]
         if names:
             yield self.finding(
-                title="ranks compute with different constants",
                 severity=Severity.WARNING,
-                step=0,
+                step=step,
                 ranks=outvoted({rank: tuple(table[name] for name in names) for rank, table in tables.items()}),
                 subject=tuple(names[:MAX_NAMES]),
-                phase="constants",
-                causes=_PLAIN_CAUSES,
-                actions=_PLAIN_ACTIONS,
                 evidence={
-                    "constants": len(names),
+                    "differing": len(names),
                     "values": {str(rank): table[names[0]] for rank, table in tables.items()},
                 },
+                **said,
             )
 
     def _changed_numbers(self, topic: str, told: Mapping[int, Numbers]) -> Findings:
@@ -293,6 +342,8 @@ class OutputsDisagree(Detector):
             yield from self._precision(told)
         elif topic.startswith("constants"):
             yield from self._constants(told)
+        elif topic.startswith("loss_settings"):
+            yield from self._losses(told)
         elif topic.startswith("numbers"):
             yield from self._changed_numbers(topic, told)
         else:

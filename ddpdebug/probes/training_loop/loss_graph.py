@@ -121,7 +121,7 @@ def _below_form(node: Any) -> Any:
 
 def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
     """Return the number that a loss was divided by at last, 1 where there is none; not by GradScaler."""
-    node = _below_scaler(root, by_scaler=by_scaler)
+    node = below_scaler(root, by_scaler=by_scaler)
     number = None if node is None else scaled_by(node)
     return 1.0 if number is None else number
 
@@ -136,7 +136,7 @@ class Chain(NamedTuple):
 
 def chain(root: torch.Tensor, *, by_scaler: bool) -> Chain | None:
     """Return what a loss of one term was divided by; None where it is made of several, or of what is not known."""
-    node, divisors = _below_scaler(root, by_scaler=by_scaler), list[float]()
+    node, divisors = below_scaler(root, by_scaler=by_scaler), list[float]()
     for _ in range(_MAX_POINTWISE):
         if node is None:
             return None
@@ -159,7 +159,7 @@ def counted(node: Any) -> float | None:
     return float(number)
 
 
-def _below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
+def below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
     """Return the last node of a loss, without what GradScaler multiplied it with."""
     node = root.grad_fn
     if by_scaler and node is not None and node.name() in _SCALED:
@@ -172,7 +172,7 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
 
     None where the loss is something else. On a device both numbers may be there: what is returned may wait for it.
     """
-    node, product, there = _below_scaler(root, by_scaler=by_scaler), 1.0, []
+    node, product, there = below_scaler(root, by_scaler=by_scaler), 1.0, []
     if node is not None and is_sink(node):
         node = _below(node, root.output_nr) if node is root.grad_fn else None
     for _ in range(_MAX_POINTWISE):
@@ -265,9 +265,9 @@ def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
     if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
         own = graph.saved_tensor(node, "self") if name in _CLASSES else None
         total = None if own is None else _total(own.movedim(1, -1) if own.dim() > 1 else own)
-        yield LossInput(loss=_plain(name), before=_made_by(node), shape=_shape(node) or (), total=total)
+        yield LossInput(loss=plain_name(name), before=_made_by(node), shape=_shape(node) or (), total=total)
     if name in _BINARY and (span := _range(graph.saved_tensor(node, "target"))) is not None:
-        yield TargetRange(loss=_plain(name), low=span[0], high=span[1])
+        yield TargetRange(loss=plain_name(name), low=span[0], high=span[1])
     yield from dict.fromkeys(_spreads(node))  # two paths may lead to one
 
 
@@ -289,10 +289,8 @@ def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
     """Return a softmax over a single entry, if the loss is made of one."""
     for node in [*_softmaxes(root)]:
         shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
-        if shape and place is not None:
-            place -= (1 << 64) * (place >= 1 << 63)  # kept without its sign
-            if shape[place] == 1:
-                return SoftmaxOfOne(operation=_plain(node.name()), shape=shape)
+        if shape and place is not None and shape[place] == 1:
+            return SoftmaxOfOne(operation=plain_name(node.name()), shape=shape)
     return None
 
 
@@ -310,7 +308,7 @@ def soft_target_input(root: torch.Tensor) -> LossInput | None:
     """Return what made the input of a cross entropy that is no node of its own: one with soft or smoothed targets."""
     for node in [*_softmaxes(root)]:
         if node.name() == "LogSoftmaxBackward0":
-            before = (_plain(node.name()), *_made_by(node)[:1])
+            before = (plain_name(node.name()), *_made_by(node)[:1])
             return LossInput(loss="CrossEntropy", before=before, shape=graph.shape_at(node) or ())
     return None
 
@@ -330,7 +328,7 @@ def divergence_input(root: torch.Tensor) -> LossInput | None:
                 last = given[1][0]
                 last = _below(product, 1) if last is not None else None
                 before = [] if last is None else [last, _below(last)]
-                names = tuple([_plain(lower.name()) for lower in before if lower is not None])
+                names = tuple([plain_name(lower.name()) for lower in before if lower is not None])
                 return LossInput(loss="KlDiv", before=names, shape=graph.shape_at(product) or ())
         elif name in _SCALED or name in _SCALAR_SUMS or name in _SUMS or name in _MEANS or name in FORM:
             waiting += [lower for lower in below if lower is not None]
@@ -346,7 +344,7 @@ def alignment_input(root: torch.Tensor) -> LossInput | None:
         node = waiting.pop(0) if waiting else None
         if node is None:
             return None
-        name = _plain(node.name())
+        name = plain_name(node.name())
         if name in _CTC:
             logs = graph.saved_tensor(node, "log_probs")
             total = None if logs is None else _total(logs)
@@ -392,8 +390,7 @@ def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
     if term.node.name() not in _CLASSES:
         return None, 0
     ignored = graph.saved_number(term.node, "ignore_index")
-    ignored = -100 if ignored is None else ignored - (1 << 64) * (ignored >= 1 << 63)  # kept without its sign
-    return graph.saved_tensor(term.node, "target"), ignored
+    return graph.saved_tensor(term.node, "target"), -100 if ignored is None else ignored
 
 
 def labels_of(term: Term) -> tuple[torch.Tensor, int] | None:
@@ -413,10 +410,11 @@ def has_weights(term: Term) -> bool:
 
 def name_of(term: Term) -> str:
     """Return the loss function's name as it is in the graph."""
-    return _plain(term.node.name())
+    return plain_name(term.node.name())
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name of an operation as it is called: "NllLoss" of "NllLossBackward0"."""
     return name.partition("Backward")[0]
 
 
@@ -442,7 +440,7 @@ def _made_by(node: Any) -> tuple[str, ...]:
     """Name the two operations that made what a loss was given, the last one first."""
     last = _below(node)
     known = (last, None if last is None else _below(last))
-    return tuple([_plain(below.name()) for below in known if below is not None])
+    return tuple([plain_name(below.name()) for below in known if below is not None])
 
 
 def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
@@ -491,4 +489,4 @@ def _spread(loss: Any, made: Any, prediction: Any) -> Iterator[LossBroadcast]:
     own, result = (None if node is None else graph.shape_at(node) for node in (prediction, made))
     if own is not None and result is not None and own != result:
         explicit = prediction.name() == "UnsqueezeBackward0"
-        yield LossBroadcast(loss=_plain(loss.name()), prediction=own, result=result, explicit=explicit)
+        yield LossBroadcast(loss=plain_name(loss.name()), prediction=own, result=result, explicit=explicit)

@@ -51,6 +51,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     terms,
 )
 from ddpdebug.probes.training_loop.loss_scale import LossScale
+from ddpdebug.probes.training_loop.loss_settings import Settings
 from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
@@ -237,6 +238,7 @@ class Recipe:
         self._beside = Beside(self._entries, self._roots, lambda fact: self.tell(fact, (fact.beside, fact.names)))
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._targets, self._moves, self._epochs = Targets(), FrozenMoves(), Epochs()
+        self._settings = Settings()
         self._views, self._axes = Views(), Axes(self._entries)
         self._leaks, self._loop = leaks, _Loop()
         self._passes: dict[str | None, int] = {}
@@ -589,6 +591,10 @@ class Recipe:
             self._tell_once(given, line)
         if targets := self._run("probe:labels", self._targets.read, found, root, loop.rows, by_scaler=scaled):
             self._announce(self._at(targets))
+        if self._state.wrappers or self._state.is_sharded:  # ranks that train one model
+            settings = self._run("probe:labels", self._settings.look, root, line, by_scaler=scaled)
+            if settings is not None:
+                self._announce(self._at(settings[1]), settings[0])
         if len(found) == 1:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
         if number == 1:
