@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 from ddpdebug.isolation.user_code import is_users
+from ddpdebug.torch_internals import graph
 
 _KEY = "ddpdebug"
 _MAX_HOPS = 64
@@ -69,7 +70,7 @@ class LiveGraphs:
 
 def _is_inner(node: Any) -> bool:
     """Return whether a node belongs to one pass only, unlike that of a parameter."""
-    return node is not None and not hasattr(node, "variable")
+    return node is not None and not graph.is_leaf(node)
 
 
 def marked_step(node: Any) -> int | None:

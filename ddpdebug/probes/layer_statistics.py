@@ -207,7 +207,7 @@ class Layers:
         if self._leaves % self._stride or len(self._calls) >= MAX_CALLS:
             return
         for value in tensors_in(args)[:1]:  # an activation that is no module shows as the input of the next one
-            if value.grad_fn is not None and value.grad_fn.name() in _KINDS:
+            if value.grad_fn is not None and graph.name_of(value.grad_fn) in _KINDS:
                 self._take(module, value, "input")
         if own:
             self._convolution = type(module).__name__.startswith("Conv")
@@ -226,7 +226,7 @@ class Layers:
         part = _part(whole)
         dtype = torch.float64 if part.dtype == torch.float64 else torch.float32
         part = internals.unlisted(part.to(dtype, copy=True))
-        kind = None if tensor.grad_fn is None else _KINDS.get(tensor.grad_fn.name())
+        kind = None if tensor.grad_fn is None else _KINDS.get(graph.name_of(tensor.grad_fn))
         time = self._times[id(module)] = self._times.get(id(module), -1) + 1
         about: dict[str, Any] = {"class_name": type(module).__name__, "role": role, "call": time, "kind": kind}
         about["leaf"] = self._leaves
@@ -416,7 +416,7 @@ def _weighing_softmaxes(outputs: Sequence[torch.Tensor]) -> list[Any]:
         if not waiting:
             break
         node, user = waiting.popleft()
-        name = node.name()
+        name = graph.name_of(node)
         if name == "SoftmaxBackward0" and user in _WEIGHING and node not in found and not _is_sharpened(node):
             found.append(node)
         if node in seen:
@@ -431,22 +431,24 @@ def _before_softmax(node: Any) -> Iterator[Any]:
     """Yield the nodes that scale and mask the scores of a softmax, the last one first."""
     for _ in range(_MAX_BEFORE):
         below = [inner for inner, _ in node.next_functions if inner is not None]
-        if len(below) != 1 or not (below[0].name() in FORM or below[0].name() in _ON_SCORES):
+        if len(below) != 1 or not (graph.name_of(below[0]) in FORM or graph.name_of(below[0]) in _ON_SCORES):
             return
         node = below[0]
         yield node
 
 
 def _is_sharpened(node: Any) -> bool:
-    return any([below.name() == "DivBackward0" and 0 < (scaled_by(below) or 1) < 1 for below in _before_softmax(node)])
+    return any(
+        [graph.name_of(below) == "DivBackward0" and 0 < (scaled_by(below) or 1) < 1 for below in _before_softmax(node)]
+    )
 
 
 def _masked(node: Any) -> torch.Tensor | None:
     """Return what masks the scores of a softmax, if that is known."""
     for below in [*_before_softmax(node)]:
-        if below.name() == "MaskedFillBackward0":
+        if graph.name_of(below) == "MaskedFillBackward0":
             return graph.saved_tensor(below, "mask")
-        if below.name() == "WhereBackward0" and (kept := graph.saved_tensor(below, "condition")) is not None:
+        if graph.name_of(below) == "WhereBackward0" and (kept := graph.saved_tensor(below, "condition")) is not None:
             return ~kept if below.next_functions[0][0] is not None else kept
     return None
 

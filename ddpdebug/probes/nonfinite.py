@@ -35,6 +35,7 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.schema.details import NonfiniteLoss, NonfiniteParameters
 from ddpdebug.schema.row import Flag
+from ddpdebug.torch_internals import graph
 
 _MAX_OUTPUTS = 32
 #: Names of parameters that are reported of a step, and lines that are known.
@@ -200,7 +201,7 @@ class Numerics:
             micro_batch=self._state.since.micro_batches,
             backward=None if frame is None else location(frame.f_code.co_filename, frame.f_lineno),
             expression=self.expression(frame),
-            operation=None if loss.grad_fn is None else loss.grad_fn.name(),
+            operation=None if loss.grad_fn is None else graph.name_of(loss.grad_fn),
         )
         if here:
             self._bus.emit(events.LossExamined(loss, looks, finite=False))

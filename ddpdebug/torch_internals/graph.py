@@ -73,6 +73,11 @@ class SavedHooks:
 saved_hooks = SavedHooks()
 
 
+def name_of(node: Any) -> str:
+    """Return the name of a node: "NllLossBackward0". An attribute of it called `name` is the script's."""
+    return str(type(node).name(node))
+
+
 def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
     """Return the shape of a node's result, None where it is not known."""
     metadata = getattr(node, names.INPUT_METADATA, None)
@@ -117,9 +122,14 @@ def saved_setting(node: Any, name: str) -> float | None:
     return value if isinstance(value, float) else None
 
 
+def is_leaf(node: Any) -> bool:
+    """Return whether a node accumulates the gradient of a parameter, or of another leaf."""
+    return hasattr(type(node), "variable")  # on the node itself it is the script's
+
+
 def leaf_of(node: Any) -> torch.Tensor | None:
     """Return the tensor whose gradient a node accumulates."""
-    variable = getattr(node, "variable", None)
+    variable = node.variable if is_leaf(node) else None
     return variable if isinstance(variable, torch.Tensor) else None
 
 

@@ -21,6 +21,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.probes import ranges
 from ddpdebug.probes.entries import entries_of
+from ddpdebug.torch_internals import graph
 
 _MAX_NODES = 10_000
 _MAX_HOOKS = 64
@@ -80,8 +81,8 @@ def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
 
 
 def _about(node: Any, value: str, nodes: Sequence[Any]) -> dict[str, Any]:
-    place = {"index": nodes.index(node), "nodes": [other.name() for other in nodes]}
-    return {"node": node.name(), "value": value, "operands": _described(internals.saved_of(node)), **place}
+    place = {"index": nodes.index(node), "nodes": [graph.name_of(other) for other in nodes]}
+    return {"node": graph.name_of(node), "value": value, "operands": _described(internals.saved_of(node)), **place}
 
 
 def _handed_on(node: Any, bad: torch.Tensor, nodes: Sequence[Any]) -> dict[str, Any] | None:
@@ -99,7 +100,7 @@ def watch_backward(loss: torch.Tensor, after: int, guard: Guard, tell: Callable[
     with it; they hold neither nodes nor tensors.
     """
     nodes = _nodes(loss, after)
-    names = [node.name() for node in nodes]
+    names = [graph.name_of(node) for node in nodes]
     risky = [i for i, name in enumerate(names) if kind_of(name) not in _HARMLESS]
     watch = _Watch(names, tell)
     for i in risky[:_MAX_HOOKS]:
@@ -120,7 +121,7 @@ class _Watch:
             return
         self.over = True  # what comes later follows from this
         node = internals.current_node()
-        if node is None or node.name() != self.names[index] or _first_bad(given) is not None:
+        if node is None or graph.name_of(node) != self.names[index] or _first_bad(given) is not None:
             return
         about = {"node": self.names[index], "value": value, "index": index, "nodes": list(self.names)}
         saved = internals.saved_of(node)
@@ -161,7 +162,7 @@ def _operands(saved: _Saved) -> dict[str, torch.Tensor]:
 
 def _result(node: Any, saved: _Saved) -> str | None:
     """Return "nan" or "inf" when a node's result is not finite, as far as it can be computed from what it has saved."""
-    kind = kind_of(node.name())
+    kind = kind_of(graph.name_of(node))
     if kind == "Mean" and _is_empty(saved):
         return "nan"
     result = saved.get("result")

@@ -36,6 +36,7 @@ from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.isolation.user_code import is_user_file, is_users, shorten
 from ddpdebug.probes.graph_lifetime import marked_step
 from ddpdebug.schema.details import Holder, Holders
+from ddpdebug.torch_internals import graph
 
 MAX_VISITS = 200_000
 #: Nodes of autograd graphs that are followed, and entries of one container that are looked at.
@@ -152,7 +153,7 @@ class Search:
             for following, _ in node.next_functions:
                 if following is None:
                     continue
-                if hasattr(following, "variable"):  # the node of a parameter: used once in each pass, or a few times
+                if graph.is_leaf(following):  # the node of a parameter: used once in each pass, or a few times
                     uses[following] = uses.get(following, 0) + 1
                 else:
                     waiting.append(following)

@@ -39,6 +39,7 @@ from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory import reader as run_files
 from ddpdebug.schema.announcements import AllocationFailure, Announce, MemoryState
 from ddpdebug.schema.wire import to_json
+from ddpdebug.torch_internals import graph
 
 _MAX_CONTRIBUTORS = 8
 _MAX_REPORTS = 4
@@ -119,7 +120,7 @@ class Reports:
         failure = Failure(
             requested=requested,
             sample=self._memory.provider.sample(),
-            operation=None if node is None else node.name(),
+            operation=None if node is None else graph.name_of(node),
             lines=by_line(snapshot) if snapshot is not None else {},
             snapshot=snapshot,
             table=internals.memory_summary(),

@@ -28,6 +28,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.forward_capture import ForwardCapture
+from ddpdebug.torch_internals import graph
 
 SECONDS = 30.0
 _MAX_CALLS = 400
@@ -397,5 +398,5 @@ def _reached(pending: list[Any]) -> set[Any]:
 def _graph(roots: Sequence[torch.Tensor]) -> tuple[set[int], set[str]]:
     """Return the ids of the leaves that a backward would reach, and the names of the nodes on its way."""
     nodes = _reached([root.grad_fn for root in roots])
-    variables = [getattr(node, "variable", None) for node in nodes]
-    return {id(variable) for variable in variables if variable is not None}, {node.name() for node in nodes}
+    variables = [graph.leaf_of(node) for node in nodes]
+    return {id(variable) for variable in variables if variable is not None}, {graph.name_of(node) for node in nodes}

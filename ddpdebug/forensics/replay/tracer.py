@@ -21,6 +21,7 @@ from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import user_stack
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import tensors_in
+from ddpdebug.torch_internals import graph
 
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
 _CONSTANTS = {"lift", "lift_fresh", "lift_fresh_copy"}  # what `torch.tensor(...)` makes in a forward
@@ -219,7 +220,7 @@ class Tracer(internals.OperationMode):
         origin.stack = user_stack()
         origin.operands, origin.result = call.described(), described(result)
         if call.node is not None:
-            origin.node = call.node.name()
+            origin.node = graph.name_of(call.node)
             made = self._nodes.get(internals.sequence_of(call.node))
             if made is not None:
                 origin.forward_op = made.op

@@ -92,7 +92,7 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
     """Return the loss functions that a loss is made of; what GradScaler multiplied the loss with does not count."""
     found: list[Term] = []
     waiting = [(root.grad_fn, False)]
-    if by_scaler and root.grad_fn is not None and root.grad_fn.name() in _SCALED:
+    if by_scaler and root.grad_fn is not None and graph.name_of(root.grad_fn) in _SCALED:
         waiting = [(node, False) for node, _ in root.grad_fn.next_functions if node is not None]
     for _ in range(_MAX_NODES):
         if not waiting:
@@ -100,19 +100,19 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
         node, scaled = waiting.pop(0)
         if node is None:
             continue
-        name = node.name()
+        name = graph.name_of(node)
         if name in _LOSSES:
             found.append(Term(node, scaled))
         elif name in _SCALED or name in _SCALAR_SUMS or name == "NegBackward0":
             waiting += [(below, scaled or name in _SCALED) for below, _ in node.next_functions]
-        elif name in FORM and (below := _below_form(node)).name() in _CLASSES:
+        elif name in FORM and graph.name_of(below := _below_form(node)) in _CLASSES:
             found.append(Term(below, scaled))  # one number for each label, in another form: as masks have it
     return found
 
 
 def _below_form(node: Any) -> Any:
     for _ in range(_MAX_POINTWISE):
-        below = node.next_functions[0][0] if node.name() in FORM and node.next_functions else None
+        below = node.next_functions[0][0] if graph.name_of(node) in FORM and node.next_functions else None
         if below is None:
             break
         node = below
@@ -140,7 +140,7 @@ def chain(root: torch.Tensor, *, by_scaler: bool) -> Chain | None:
     for _ in range(_MAX_POINTWISE):
         if node is None:
             return None
-        name, number = node.name(), scaled_by(node)
+        name, number = graph.name_of(node), scaled_by(node)
         if name in _LOSSES or name in _SUMS:
             return Chain(node, tuple(divisors), is_mean(Term(node, scaled=False)))
         if number is not None:
@@ -162,7 +162,7 @@ def counted(node: Any) -> float | None:
 def below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
     """Return the last node of a loss, without what GradScaler multiplied it with."""
     node = root.grad_fn
-    if by_scaler and node is not None and node.name() in _SCALED:
+    if by_scaler and node is not None and graph.name_of(node) in _SCALED:
         node = next(iter([below for below, _ in node.next_functions if below is not None]), None)
     return node
 
@@ -176,17 +176,17 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
     if node is not None and is_sink(node):
         node = _below(node, root.output_nr) if node is root.grad_fn else None
     for _ in range(_MAX_POINTWISE):
-        if node is None or node.name() in _CLASSES:
+        if node is None or graph.name_of(node) in _CLASSES:
             break
         number = scaled_by(node)
         if number is not None:
             product *= number
         elif (other := _divisor_on_device(node)) is not None:
             there.append(other)
-        elif node.name() not in FORM:
+        elif graph.name_of(node) not in FORM:
             return None
         node = _below(node)
-    if node is None or node.name() not in _CLASSES or graph.saved_number(node, "reduction") != _SUM:
+    if node is None or graph.name_of(node) not in _CLASSES or graph.saved_number(node, "reduction") != _SUM:
         return None
     count = graph.saved_tensor(node, "total_weight")
     return None if count is None else _quotient(count, product, there)
@@ -207,7 +207,7 @@ def _quotient(count: torch.Tensor, product: float, there: list[torch.Tensor]) ->
 
 
 def _divisor_on_device(node: Any) -> torch.Tensor | None:
-    if node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
+    if graph.name_of(node) != "DivBackward0" or node.next_functions[1][0] is not None:
         return None
     other = graph.saved_tensor(node, "other")
     if other is None or other.numel() != 1 or other.device.type == "cpu":
@@ -217,12 +217,12 @@ def _divisor_on_device(node: Any) -> torch.Tensor | None:
 
 def scaled_by(node: Any) -> float | None:
     """Return the number that an operation divides by; None where it does something else, or the number is not known."""
-    if node.name() not in _SCALED or node.next_functions[1][0] is not None:
+    if graph.name_of(node) not in _SCALED or node.next_functions[1][0] is not None:
         return None
     other = graph.saved_tensor(node, "other")
     if other is None or other.numel() != 1 or other.device.type != "cpu" or not float(other):
         return None
-    return float(other) if node.name() == "DivBackward0" else 1 / float(other)
+    return float(other) if graph.name_of(node) == "DivBackward0" else 1 / float(other)
 
 
 def is_multiplied(root: torch.Tensor) -> bool:
@@ -241,7 +241,7 @@ def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
         number = scaled_by(node)
         if number is not None and math.isclose(number * scale, 1.0):
             found.add(True)
-        elif node.name() in _SCALAR_SUMS or number is not None:
+        elif graph.name_of(node) in _SCALAR_SUMS or number is not None:
             waiting += [below for below, _ in node.next_functions if below is not None]
         else:
             found.add(False)
@@ -250,18 +250,18 @@ def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
 
 def is_mean(term: Term) -> bool:
     """Return whether a loss function averages over its elements."""
-    return term.node.name() in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
+    return graph.name_of(term.node) in _MEANS or graph.saved_number(term.node, "reduction") == _MEAN
 
 
 def takes_classes(term: Term) -> bool:
     """Return whether a loss function takes the numbers of classes for targets."""
-    return term.node.name() in _CLASSES
+    return graph.name_of(term.node) in _CLASSES
 
 
 def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
     """Yield how one loss function is used: what made its input, between what its targets lie, what was spread."""
     node = term.node
-    name = node.name()
+    name = graph.name_of(node)
     if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
         own = graph.saved_tensor(node, "self") if name in _CLASSES else None
         total = None if own is None else _total(own.movedim(1, -1) if own.dim() > 1 else own)
@@ -278,7 +278,7 @@ def _softmaxes(root: torch.Tensor) -> Iterator[Any]:
         node = waiting.pop(0) if waiting else None
         if node is None:
             return
-        name = node.name()
+        name = graph.name_of(node)
         if name in _SOFTMAX:
             yield node
         elif name in _AFTER_SOFTMAX:
@@ -290,7 +290,7 @@ def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
     for node in [*_softmaxes(root)]:
         shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
         if shape and place is not None and shape[place] == 1:
-            return SoftmaxOfOne(operation=plain_name(node.name()), shape=shape)
+            return SoftmaxOfOne(operation=plain_name(graph.name_of(node)), shape=shape)
     return None
 
 
@@ -307,8 +307,8 @@ def made_of_softmax(found: Sequence[Term], root: torch.Tensor) -> Iterator[LossI
 def soft_target_input(root: torch.Tensor) -> LossInput | None:
     """Return what made the input of a cross entropy that is no node of its own: one with soft or smoothed targets."""
     for node in [*_softmaxes(root)]:
-        if node.name() == "LogSoftmaxBackward0":
-            before = (plain_name(node.name()), *_made_by(node)[:1])
+        if graph.name_of(node) == "LogSoftmaxBackward0":
+            before = (plain_name(graph.name_of(node)), *_made_by(node)[:1])
             return LossInput(loss="CrossEntropy", before=before, shape=graph.shape_at(node) or ())
     return None
 
@@ -320,15 +320,15 @@ def divergence_input(root: torch.Tensor) -> LossInput | None:
         node = waiting.pop(0) if waiting else None
         if node is None:
             return None
-        name, below = node.name(), [lower for lower, _ in node.next_functions]
+        name, below = graph.name_of(node), [lower for lower, _ in node.next_functions]
         if name == "SubBackward0" and len(below) == 2 and below[0] is None and below[1] is not None:
             product = below[1]
-            given = product.next_functions if product.name() == "MulBackward0" else ()
+            given = product.next_functions if graph.name_of(product) == "MulBackward0" else ()
             if len(given) == 2 and given[0][0] is None and _adds_up(graph.saved_tensor(product, "self")):
                 last = given[1][0]
                 last = _below(product, 1) if last is not None else None
                 before = [] if last is None else [last, _below(last)]
-                names = tuple([plain_name(lower.name()) for lower in before if lower is not None])
+                names = tuple([plain_name(graph.name_of(lower)) for lower in before if lower is not None])
                 return LossInput(loss="KlDiv", before=names, shape=graph.shape_at(product) or ())
         elif name in _SCALED or name in _SCALAR_SUMS or name in _SUMS or name in _MEANS or name in FORM:
             waiting += [lower for lower in below if lower is not None]
@@ -344,12 +344,12 @@ def alignment_input(root: torch.Tensor) -> LossInput | None:
         node = waiting.pop(0) if waiting else None
         if node is None:
             return None
-        name = plain_name(node.name())
+        name = plain_name(graph.name_of(node))
         if name in _CTC:
             logs = graph.saved_tensor(node, "log_probs")
             total = None if logs is None else _total(logs)
             return LossInput(loss="CtcLoss", before=_made_by(node), shape=graph.shape_at(node) or (), total=total)
-        if name in {"Where", "Mean", "Sum", "Div", "Mul", "Add"} or node.name() in FORM:
+        if name in {"Where", "Mean", "Sum", "Div", "Mul", "Add"} or graph.name_of(node) in FORM:
             waiting += [lower for lower, _ in node.next_functions if lower is not None]
     return None
 
@@ -387,7 +387,7 @@ def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
     """Return the class labels that a loss was given, and the label that does not count."""
-    if term.node.name() not in _CLASSES:
+    if graph.name_of(term.node) not in _CLASSES:
         return None, 0
     ignored = graph.saved_number(term.node, "ignore_index")
     return graph.saved_tensor(term.node, "target"), -100 if ignored is None else ignored
@@ -410,7 +410,7 @@ def has_weights(term: Term) -> bool:
 
 def name_of(term: Term) -> str:
     """Return the loss function's name as it is in the graph."""
-    return plain_name(term.node.name())
+    return plain_name(graph.name_of(term.node))
 
 
 def plain_name(name: str) -> str:
@@ -429,7 +429,7 @@ def _below(node: Any, index: int = 0) -> Any:
         if node is None or index >= len(node.next_functions):
             return None
         node, index = node.next_functions[index]
-        if node is None or not (node.name() in FORM or is_sink(node)):
+        if node is None or not (graph.name_of(node) in FORM or is_sink(node)):
             return node
         if not is_sink(node):
             index = 0
@@ -440,7 +440,7 @@ def _made_by(node: Any) -> tuple[str, ...]:
     """Name the two operations that made what a loss was given, the last one first."""
     last = _below(node)
     known = (last, None if last is None else _below(last))
-    return tuple([plain_name(below.name()) for below in known if below is not None])
+    return tuple([plain_name(graph.name_of(below)) for below in known if below is not None])
 
 
 def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
@@ -453,20 +453,25 @@ def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
 
 def _spreads(node: Any) -> Iterator[LossBroadcast]:
     """Yield where predictions, and what they met, were spread over a larger table that the loss averages over."""
-    if node.name() in _ELEMENTWISE:
+    if graph.name_of(node) in _ELEMENTWISE:
         made, target = node.next_functions[0][0], graph.saved_tensor(node, "target")
-        if made is not None and made.name() == "ExpandBackward0" and target is not None and 0 in target.stride():
+        if (
+            made is not None
+            and graph.name_of(made) == "ExpandBackward0"
+            and target is not None
+            and 0 in target.stride()
+        ):
             yield from _spread(node, made, made.next_functions[0][0])
-    if node.name() not in _MEANS:
+    if graph.name_of(node) not in _MEANS:
         return
     for made in _pointwise(node.next_functions[0][0]):
         operands = [below for below, _ in made.next_functions]
         known = [below for below in operands if below is not None]
-        if made.name() not in _PAIRS or len(known) != 1 or len(operands) < 2:
+        if graph.name_of(made) not in _PAIRS or len(known) != 1 or len(operands) < 2:
             continue
         for found in _spread(node, made, known[0]):
             factors = [t for name in ("self", "other") if (t := graph.saved_tensor(made, name)) is not None]
-            if made.name() != "MulBackward0" or any([t.numel() < math.prod(found.result) for t in factors]):
+            if graph.name_of(made) != "MulBackward0" or any([t.numel() < math.prod(found.result) for t in factors]):
                 yield found
 
 
@@ -480,7 +485,7 @@ def _pointwise(start: Any) -> Iterator[Any]:
         if made is None or graph.shape_at(made) != form:
             continue
         yield made
-        if made.name() in _POINTWISE:
+        if graph.name_of(made) in _POINTWISE:
             waiting += list(dict.fromkeys(below for below, _ in made.next_functions))
 
 
@@ -488,5 +493,5 @@ def _spread(loss: Any, made: Any, prediction: Any) -> Iterator[LossBroadcast]:
     """Yield both shapes where an operation has spread a prediction."""
     own, result = (None if node is None else graph.shape_at(node) for node in (prediction, made))
     if own is not None and result is not None and own != result:
-        explicit = prediction.name() == "UnsqueezeBackward0"
-        yield LossBroadcast(loss=plain_name(loss.name()), prediction=own, result=result, explicit=explicit)
+        explicit = graph.name_of(prediction) == "UnsqueezeBackward0"
+        yield LossBroadcast(loss=plain_name(graph.name_of(loss)), prediction=own, result=result, explicit=explicit)

@@ -77,7 +77,7 @@ def _is_told(looks: int) -> bool:
 def _settings(root: torch.Tensor, weights: _Weights, *, by_scaler: bool) -> Iterator[tuple[str, str]]:
     """Yield the settings of a loss; add the weights of classes, with what shows a change: on a device no values."""
     terms = _terms(root, by_scaler=by_scaler)
-    names = [plain_name(node.name()) for node in terms]
+    names = [plain_name(graph.name_of(node)) for node in terms]
     yield LOSS_FUNCTIONS, " + ".join(sorted(set(names)))
     for name, node in zip(names, terms, strict=True):
         if names.count(name) > 1:  # which of them is which, nobody knows
