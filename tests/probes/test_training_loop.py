@@ -990,6 +990,30 @@ def test_gradients_of_the_loss_that_changes_the_input(kind: str, told: str | Non
 
 
 @pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["weight"], "layers"),
+        (["weight", "bias"], None),
+        (["bias"], "layers"),
+        (None, None),
+        ([], None),
+    ],
+)
+def test_clipping_of_whole_layers(given: list[str] | None, told: str | None) -> None:
+    """A clipping that cuts a layer in two is told; one of some layers, or of what is not known, is not."""
+    probes, model, optimizer = _begun()
+    probes.bus.emit(BackwardBegan([loss := _forward(probes, model, torch.randn(8, 4))]))
+    loss.backward()
+    probes.bus.emit(BackwardEnded())
+    own = dict(model.named_parameters())
+    for parameters in [None] if given is None else [[own[name]] for name in given]:  # a call for each
+        probes.bus.emit(events.Clipped(torch.tensor(2.0), 1.0, "train.py:7", parameters))
+    probes.bus.emit(events.StepBegan(optimizer, closure=False))
+    clip = probes.state.since.parts[RecipeNotes].recipe.get("clip")
+    assert (None if clip is None else clip.instead) == told
+
+
+@pytest.mark.parametrize(
     ("dtype", "scaled", "told"),
     [(torch.float16, False, "never"), (torch.float16, True, None), (torch.bfloat16, False, None)],
 )

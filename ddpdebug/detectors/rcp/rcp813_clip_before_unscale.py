@@ -32,6 +32,16 @@ _OTHERS: dict[str | None, Fields] = {
         ),
         "actions": ("clip `model.parameters()`, called anew each time, or keep `list(model.parameters())`",),
     },
+    "layers": {
+        "severity": Severity.WARNING,
+        "title": "a part of each layer is clipped: its weight and not its bias, or the other way round",
+        "phase": "part of a layer",
+        "causes": (
+            "only one of the optimizer's groups is clipped: with groups by weight decay, what decays",
+            "a list of parameters that was filtered for something else, such as weight decay",
+        ),
+        "actions": ("clip `model.parameters()`: one norm over all that the step uses",),
+    },
     "step": {
         "severity": Severity.WARNING,
         "title": "the optimizer step uses gradients that are still multiplied by the loss scale",
@@ -72,8 +82,8 @@ _OTHERS: dict[str | None, Fields] = {
 class ClipBeforeUnscale(StepHabit):
     """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
 
-    Or it ran between a step and the next backward, or on what has no gradients; or a step used scaled
-    ones, some of both, or such in float16.
+    Or it ran between a step and the next backward, on what has no gradients, or on a part of each layer; or a step
+    used scaled ones, some of both, or such in float16.
 
     Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is
     at most max_norm / scale: SGD hardly moves, in Adam eps takes over, and the step length depends on the loss
@@ -108,6 +118,7 @@ class ClipBeforeUnscale(StepHabit):
         lambda: steps(3, flags=Flag.CLIPPED_SCALED | Flag.SKIPPED),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "train.py:70", "idle": True}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "nothing"}}}),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "layers"}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"scale": 512.0, "instead": "step"}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"instead": "part"}}}),
     )

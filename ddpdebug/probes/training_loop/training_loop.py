@@ -143,6 +143,8 @@ class _Loop:
     in_part: bool = False  # a part of a loss, or one of several, has no loss scale
     clip: str | None = None  # the line that clipped scaled gradients
     touched: bool = False  # gradients were clipped or unscaled
+    clipped: set[int] | None = field(default_factory=set)  # parameters, by id; None: not known
+    clip_line: str | None = None
     idle: str | None = None  # the line that clipped after a step
     clipped_nothing: ScaledClip | None = None  # ... where a backward came next; or what has no gradients
     scales: dict[str | None, float] = field(default_factory=dict)  # by the line that called backward
@@ -678,6 +680,11 @@ class Recipe:
         if loop.scale is not None and loop.scale != 1.0:
             loop.clip = loop.clip or line
         loop.touched = True
+        if not isinstance(event, events.Clipped) or event.given is None:
+            loop.clipped = None
+        elif loop.clipped is not None and not math.isinf(event.limit):
+            loop.clipped.update([id(parameter) for parameter in event.given])
+            loop.clip_line = line
 
     def _unscales(self, _: events.Unscaled) -> None:
         self._unscaled()
@@ -756,12 +763,27 @@ class Recipe:
         if loop.clipped_nothing is not None and not loop.touched and not self.clearing.of(optimizer).is_zero():
             flags |= Flag.CLIPPED_SCALED
             detail["clip"] = loop.clipped_nothing
+        elif loop.clipped and "clip" not in detail and self._cuts_layers(loop.clipped):
+            flags |= Flag.CLIPPED_SCALED
+            detail["clip"] = ScaledClip(location=loop.clip_line, instead="layers")
         flags |= Flag.SCHEDULED_OFTEN if "scheduler" in found else Flag(0)
         flags |= Flag.SCHEDULED_ELSEWHERE if "elsewhere" in found else Flag(0)
         shown.flags |= flags
         with self._threads.alone() as alone:
             if alone:
                 run("probe:audit", self._count, optimizer)
+
+    def _cuts_layers(self, clipped: set[int]) -> bool:
+        """Return whether of some layer the weight is clipped and the bias is not, or the other way round."""
+        if self._state.next_step() >= _FIRST_PASSES and not self._state.checking:
+            return False
+        for root in self._roots():
+            for module in internals.modules(root):
+                own = internals.parameters_of(module)
+                pair = [p for p in (own.get("weight"), own.get("bias")) if p is not None and p.grad is not None]
+                if len({id(p) in clipped for p in pair}) > 1:
+                    return True
+        return False
 
     def _gradients(self, optimizer: torch.optim.Optimizer, detail: dict[str, Any]) -> Flag:
         """Say what became of the gradients since the last step, and how many passes, of which lines, have made them."""
