@@ -253,7 +253,9 @@ class OutputsDisagree(Detector):
     def _losses(self, told: Mapping[int, LossSettings]) -> Findings:
         """Settings of a loss that differ, where all ranks have a loss function in common: others are other tasks."""
         tables = {rank: fact.settings for rank, fact in told.items()}
-        if set.intersection(*[set(table.get(LOSS_FUNCTIONS, "").split(" + ")) for table in tables.values()]):
+        functions = [set(table.get(LOSS_FUNCTIONS, "").split(" + ")) for table in tables.values()]
+        of_one_line = len({fact.location for fact in told.values()}) == 1
+        if of_one_line and set.intersection(*functions):
             yield from self._apart(
                 tables,
                 title="the loss has other settings on some ranks",

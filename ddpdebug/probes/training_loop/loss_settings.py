@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ class _Line:
 
     def look(self, root: torch.Tensor, *, by_scaler: bool) -> dict[str, str] | None:
         self._looks += 1
-        weights: _Weights = {}
-        found = dict(_settings(root, weights, by_scaler=by_scaler))
+        found, weights = _settings(root, by_scaler=by_scaler)
         found.update({name: shown for name, (_, shown) in weights.items()})
         same = found if self._same is None else self._same
         self._same = {name: value for name, value in same.items() if found.get(name) == value}
@@ -74,22 +73,23 @@ def _is_told(looks: int) -> bool:
     return looks >= _FIRST_TOLD and often
 
 
-def _settings(root: torch.Tensor, weights: _Weights, *, by_scaler: bool) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a loss; add the weights of classes, with what shows a change: on a device no values."""
+def _settings(root: torch.Tensor, *, by_scaler: bool) -> tuple[dict[str, str], _Weights]:
+    """Return the settings of a loss; and the weights of classes with what shows a change: on a device no values."""
     terms = _terms(root, by_scaler=by_scaler)
     names = [plain_name(graph.name_of(node)) for node in terms]
-    yield LOSS_FUNCTIONS, " + ".join(sorted(set(names)))
+    settings, weights = {LOSS_FUNCTIONS: " + ".join(sorted(set(names)))}, _Weights()
     for name, node in zip(names, terms, strict=True):
         if names.count(name) > 1:  # which of them is which, nobody knows
             continue
         for number in _NUMBERS:
             if (value := graph.saved_setting(node, number)) is not None:
-                yield f"{name}.{number}", str(value)
+                settings[f"{name}.{number}"] = str(value)
         for key in _WEIGHTS:
             weight = graph.saved_tensor(node, key)
             if weight is not None and is_plain(weight) and 0 < weight.numel() <= _MAX_WEIGHTS:
                 what = fingerprint.fingerprint(weight) if weight.is_cpu else (weight.data_ptr(), version_of(weight))
                 weights[f"{name}.{key}"] = weight, f"{tuple(weight.shape)}@{what}"
+    return settings, weights
 
 
 def _terms(root: torch.Tensor, *, by_scaler: bool) -> list[Any]:
