@@ -25,8 +25,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, MINE)
 waiter = threading.Thread(target=wait)
 waiter.start()
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM) * 2:
-    os.kill(os.getpid(), number)
     before = len(got)
+    os.kill(os.getpid(), number)
     losses += train(model, optimizer, batches(3))
     while len(got) == before and waiter.is_alive():
         losses += train(model, optimizer, batches(0))
