@@ -64,9 +64,7 @@ def _restart(directory: Path, config: Config) -> int:
     verdict = _judged(directory, config)
     written = publish(verdict, config, directory, _script(directory), stream=io.StringIO())
     if verdict.word is Word.DAMAGED or written != verdict.exit_code:
-        sys.stdout.write(
-            "restart: unknown\n  the findings cannot be read, or a file of the verdict cannot be written\n"
-        )
+        sys.stdout.write(f"restart: unknown\n  {_UNKNOWN}\n")
         return Word.DAMAGED.exit_code
     against = verdict.word is Word.FAILED and not verdict.failing
     words = [_AGAIN] if against else []

@@ -680,6 +680,8 @@ class Recipe:
         if loop.scale is not None and loop.scale != 1.0:
             loop.clip = loop.clip or line
         loop.touched = True
+        if self._state.next_step() >= _FIRST_PASSES and not self._state.checking:
+            return
         if not isinstance(event, events.Clipped) or event.given is None:
             loop.clipped = None
         elif loop.clipped is not None and not math.isinf(event.limit):
@@ -775,8 +777,6 @@ class Recipe:
 
     def _cuts_layers(self, clipped: set[int]) -> bool:
         """Return whether of some layer the weight is clipped and the bias is not, or the other way round."""
-        if self._state.next_step() >= _FIRST_PASSES and not self._state.checking:
-            return False
         for root in self._roots():
             for module in internals.modules(root):
                 own = internals.parameters_of(module)
