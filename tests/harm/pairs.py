@@ -10,7 +10,7 @@ A situation is one script. The first line of its docstring names it; lines `key:
 - "run": "forked" from a process that has loaded torch (cheap, the default), "alone" in a fresh interpreter, "torchrun"
 - "ranks": number of processes; with "alone" the variables of a rank are set only where it is given
 - "python": flags of the interpreter; "env": variables; "torchrun": options of the launcher
-- "command": "check" where it is attached by `ddpdebug check` and not by `run`
+- "command": with its first options, where it is attached by another one than `run`
 - "under": a shell line around the command, which is "$@"
 - "slow": "yes" where a run takes more than a few seconds; what is not forked is slow anyway
 - "watched": "no" where ddpdebug cannot see a step
@@ -122,7 +122,7 @@ def _environment(situation: Situation, *, tree: bool = False) -> dict[str, str]:
 def _words(situation: Situation, options: list[str] | None) -> list[str]:
     script = str(situation.path)
     python = [sys.executable, *situation.options.get("python", "").split()]
-    run = [] if options is None else ["-m", "ddpdebug", situation.options.get("command", "run"), *options]
+    run = [] if options is None else ["-m", "ddpdebug", *situation.options.get("command", "run").split(), *options]
     if situation.how == "torchrun":
         launch = ["-m", "torch.distributed.run", f"--nproc-per-node={situation.ranks}"]
         launch += ["--standalone", *situation.options.get("torchrun", "").split()]
@@ -133,7 +133,7 @@ def _words(situation: Situation, options: list[str] | None) -> list[str]:
     return words if under is None else ["bash", "-c", under, "bash", *words]
 
 
-def _run_fresh(situation: Situation, options: list[str] | None, cwd: Path, *, tree: bool) -> list[Result]:
+def run_fresh(situation: Situation, options: list[str] | None, cwd: Path, *, tree: bool = False) -> list[Result]:
     started = time.monotonic()
     with (
         tempfile.TemporaryFile() as out,
@@ -375,8 +375,8 @@ def _run_alone(situation: Situation, folder: Path, *, twice: bool, tree: bool, o
     cwd = folder / situation.path.stem
     for mode in ("plain", "attached"):
         (cwd / mode).mkdir(parents=True)
-    plain = _run_fresh(situation, None, cwd / "plain", tree=tree)
-    attached = _run_fresh(situation, None if twice else options, cwd / "attached", tree=tree)
+    plain = run_fresh(situation, None, cwd / "plain", tree=tree)
+    attached = run_fresh(situation, None if twice else options, cwd / "attached", tree=tree)
     return _looked_at(Pair(situation, plain, attached, folder=str(cwd), tree=tree))
 
 

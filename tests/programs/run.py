@@ -178,7 +178,7 @@ def run(program: Program, fault: Fault | None, ask: Zygote) -> Outcome:
             path.mkdir()
         words: dict[str, list[str] | None] = {"plain": None, "attached": ["--metrics", "off"]}
         if program.how == "alone":
-            pair.plain, pair.attached = (pairs._run_fresh(situation, words[mode], cwd[mode]) for mode in cwd)
+            pair.plain, pair.attached = (pairs.run_fresh(situation, words[mode], cwd[mode]) for mode in cwd)
         else:
             env["LOCAL_WORLD_SIZE"] = str(program.ranks)
             job = {"script": str(script), "args": [], "ranks": program.ranks, "timeout": _SECONDS, "env": env}

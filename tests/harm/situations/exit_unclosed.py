@@ -1,10 +1,11 @@
 """Open files, destructors and a thread at the interpreter's end, in a check.
 
 run: alone
-command: check
+command: check --nproc-per-node 1
 """
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -16,8 +17,11 @@ from torch import nn
 
 
 class Last:
-    def __del__(self):
-        print("destructor")
+    def __init__(self):
+        self.to = os.open("last.txt", os.O_CREAT | os.O_WRONLY)
+
+    def __del__(self, write=os.write):  # what `print` needs may be gone by then, in an order that differs
+        write(self.to, b"destructor\n")
 
 
 def later():
