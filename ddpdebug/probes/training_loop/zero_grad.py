@@ -23,7 +23,9 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.probes.threads import always_alone
 
 _SAMPLE = 4
-_GLANCE = 256
+#: Bytes of a gradient that are looked at first, and in one go after these.
+_GLANCE, _CHUNK = 1024, 1 << 16
+_ZEROS = bytes(_CHUNK)
 
 #: A gradient's object and version; None without gradient.
 Mark = tuple[int, int] | None
@@ -86,8 +88,11 @@ class Fed:
         if any([grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads]):
             return False
         # no `map`: a StopIteration of the user's would be taken for the end of the gradients
+        for grad in grads:
+            if not _is_zero(grad, _GLANCE):
+                return False
         for grad in grads:  # noqa: SIM110 - what a trace function raises as Python ends a generator is lost
-            if not _begins_with_zeros(grad):
+            if not _is_zero(grad, grad.nbytes):  # rows that are not trained have zeros alone
                 return False
         return True
 
@@ -222,14 +227,19 @@ class Clearing:
         return [fed for _, fed in known if fed.optimizer() is not None]
 
 
-def _begins_with_zeros(grad: torch.Tensor) -> bool:
-    """Return whether the first elements are 0 or -0: from their bytes, which is one call where torch takes five."""
+def _is_zero(grad: torch.Tensor, size: int) -> bool:
+    """Return whether the first and the last `size` bytes are 0 or -0: by memory, one call where torch takes five."""
     if not (grad.is_floating_point() and grad.is_contiguous()) or type(grad) is not torch.Tensor or not grad.data_ptr():
-        return not bool(grad.detach().flatten()[:_GLANCE].any())
-    size = min(grad.nbytes, _GLANCE * grad.itemsize)
-    if size + grad.storage_offset() * grad.itemsize > grad.untyped_storage().nbytes():  # it was freed
+        return not bool(grad.detach().any())
+    begin, end = grad.data_ptr(), grad.data_ptr() + grad.nbytes
+    if grad.nbytes + grad.storage_offset() * grad.itemsize > grad.untyped_storage().nbytes():  # it was freed
         return True
-    return not ctypes.string_at(grad.data_ptr(), size).strip(b"\0\x80")
+    for first in {begin, max(begin, end - size)}:
+        for at in range(first, min(first + size, end), _CHUNK):
+            piece = ctypes.string_at(at, min(_CHUNK, first + size - at, end - at))
+            if piece != _ZEROS[: len(piece)] and piece.strip(b"\0\x80"):
+                return False
+    return True
 
 
 def _versions(fed: Fed) -> list[int | None]:
