@@ -289,7 +289,8 @@ _NOISE = re.compile(
     r"|USDT:|.*SyncActivityProfiler|=====|-----|\s*$"
     r"|Exception raised from \w+ at .*\(most recent call first\):$|frame #\d+: |<omitting python frames>$)"
 )
-_OURS = re.compile(r"^(\[rank\d\]: )?ddpdebug")
+#: The last one is Lightning's.
+_OURS = re.compile(r"^(\[rank\d\]: )?(ddpdebug|Adding 1 callbacks from entry point 'ddpdebug')")
 _OURS_MORE = re.compile(
     r"^  (where|what|missing|calls|waits|so far|stacks|evidence|over|perhaps|next|note|not checked|run directory|\s{6})"
 )

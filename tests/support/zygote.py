@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ _SCRIPTS = Path(__file__).resolve().parent.parent / "harm" / "scripts"
 _PIPES: list[int] = []
 #: A rank that has not ended in time prints its stacks at this one, before it is killed. No test uses it.
 _WHERE = signal.SIGRTMAX - 1
+#: What Lightning calls in each program where ddpdebug is installed.
+_CALLED = [("ddpdebug.trainers.lightning_plugin", f"{what}_callbacks") for what in ("trainer", "fabric")]
 
 
 def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
@@ -55,6 +58,8 @@ def _become(job: dict[str, Any], rank: int, words: list[str]) -> None:
         options = options[str(rank)]
     if options is None:
         sys.modules["ddpdebug"] = None  # type: ignore[assignment]  # plain means without
+        for module, door in _CALLED:  # but others find it by its metadata
+            sys.modules.setdefault(module, types.ModuleType(module)).__dict__[door] = list
         sys.argv[:] = words
         sys.path[0] = str(Path(words[0]).parent)
         runpy.run_path(words[0], run_name="__main__")
