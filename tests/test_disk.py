@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -378,15 +379,15 @@ def test_what_stays_open_leaves_the_lowest_numbers_to_the_script(tmp_path: Path)
     """It leads to the same file, and no child inherits it."""
     low = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     high = module.moved_up(low)
-    again = os.open(tmp_path / "file", os.O_RDONLY)
+    own = (tmp_path / "file").stat().st_ino
     try:
-        assert again == low
+        with contextlib.suppress(OSError):  # it is closed, unless another thread of this process has it by now
+            assert os.fstat(low).st_ino != own
         assert high >= module._FIRST
-        assert os.fstat(high).st_ino == os.fstat(again).st_ino
+        assert os.fstat(high).st_ino == own
         assert not os.get_inheritable(high)
     finally:
         os.close(high)
-        os.close(again)
 
 
 def test_under_a_low_limit_it_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
