@@ -578,6 +578,8 @@ def test_the_last_share_of_a_loss_may_come_in_a_closure() -> None:
         (torch.zeros(100_000), True),
         (torch.tensor([0.0, 0.0, 1e-30]), False),
         (torch.eye(500)[:, 400:401].repeat(1, 4), False),  # of an embedding of which some rows are trained
+        (torch.eye(64).view(8, 8, 8, 8).to(memory_format=torch.channels_last), False),
+        (torch.zeros(2, 64, 8, 8).to(memory_format=torch.channels_last), True),
         (torch.tensor([1.0, 0.0, 0.0]), False),
         (torch.full((3,), -2.0), False),
         (torch.full((3,), math.nan), False),
