@@ -13,7 +13,8 @@ export OMP_NUM_THREADS ?= 1
 # files of tests run beside each other, one more than there are cores, because many wait for processes that they have
 # started; the tests of one file one after the other, because they share these. The longest files come first
 # (tests/conftest.py)
-WORKERS ?= $(shell nproc)
+# nproc counts by OMP_NUM_THREADS where that is set, as it is within `make nightly`
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # the tests start hundreds of interpreters: these compile the same modules only once, whatever the caller's shell says
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
