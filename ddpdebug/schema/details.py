@@ -473,8 +473,8 @@ class ScaledClip(Struct):
     location: str | None = None
     scale: float | None = None  # None where it is on a device
     idle: bool | None = field(default=None, metadata=ABSENT)  # between a step and the next backward
-    #: "nothing": of what has no gradients; "layers": of a part of each layer. No clipping are "step", "part", "never":
-    #: some losses, or all in float16, have no scale.
+    #: "nothing": of what has no gradients; "layers": of a part of each layer; "early": after each micro-batch. No
+    #: clipping are "step", "part", "never": some losses, or all in float16, have no scale.
     instead: str | None = field(default=None, metadata=ABSENT)
 
 

@@ -1,7 +1,7 @@
 # title: Under HSDP the all-reduce over the replicas is switched off for accumulation and not on again
 # source: constructed
 # nproc: 4
-# expect.codes: SYNC207
+# expect.codes: SYNC205, SYNC207
 # expect.ranks: all
 # expect.subject: any
 # expect.step: 0

@@ -246,7 +246,7 @@ class Pair:
     def said(self) -> list[str]:
         """Which parts of ddpdebug said that they have switched themselves off."""
         text = "\n".join(r["err"] for r in self.attached)
-        return sorted(set(re.findall(r"ddpdebug: (\S+) has switched itself off", text)))
+        return sorted(set(re.findall(r"ddpdebug: (\S+)(?: of rank \d+)? has switched itself off", text)))
 
 
 def ending(status: int | None) -> str:
@@ -295,7 +295,7 @@ _OURS_MORE = re.compile(
     r"^  (where|what|missing|calls|waits|so far|stacks|evidence|over|perhaps|next|note|not checked|run directory|\s{6})"
 )
 _FRAME = re.compile(r'^(\[rank\d\]: )?  File "(.*?)"')
-_ADDRESS = re.compile(r"0x[0-9a-f]{4,}|pid[ =:]*\d+|\b\d\d-\d\d \d\d:\d\d:\d\d\b|\b\d{4,5}\b")
+_ADDRESS = re.compile(r"0x[0-9a-f]{4,}|pid[ =:]*\d+|[Pp]rocess \d+|\b\d\d-\d\d \d\d:\d\d:\d\d\b|\b\d{4,5}\b")
 
 
 def _errors(text: str, situation: Situation, folder: str) -> list[str]:

@@ -143,7 +143,7 @@ def test_a_fault_costs_only_what_depends_on_it(run_jobs: Run, tmp_path: Path) ->
     for i, (group, result) in enumerate(zip(groups, run_jobs(jobs), strict=True)):
         parts, about = {key.split()[0] for key in group}, f"{group}: {result[0]['err'][-1500:]}"
         assert [rank["status"] for rank in result] == [0, 0], about
-        said = set(re.findall(r"ddpdebug: (probe:\S+) has switched itself off", result[0]["err"]))
+        said = set(re.findall(r"ddpdebug: (probe:\S+)(?: of rank \d+)? has switched itself off", result[0]["err"]))
         assert said, about
         assert said <= parts.union(*(_WITH.get(part, set()) for part in parts)), about
         cost = set().union(*(_COSTS.get(part, set()) for part in parts))

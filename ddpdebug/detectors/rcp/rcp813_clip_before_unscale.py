@@ -32,6 +32,17 @@ _OTHERS: dict[str | None, Fields] = {
         ),
         "actions": ("clip `model.parameters()`, called anew each time, or keep `list(model.parameters())`",),
     },
+    "early": {
+        "severity": Severity.WARNING,
+        "title": "gradients are clipped once a micro-batch, while they still add up",
+        "phase": "micro-batches",
+        "causes": (
+            "clipping stands in the loop over micro-batches: the sum so far is cut, the first ones count less",
+        ),
+        "actions": (
+            "clip once, after the last `backward()` of a step; with Accelerate under `if accelerator.sync_gradients`",
+        ),
+    },
     "layers": {
         "severity": Severity.WARNING,
         "title": "a part of each layer is clipped: its weight and not its bias, or the other way round",
@@ -82,8 +93,8 @@ _OTHERS: dict[str | None, Fields] = {
 class ClipBeforeUnscale(StepHabit):
     """Clipping ran on gradients that still carried the loss scale; they were unscaled later.
 
-    Or it ran between a step and the next backward, on what has no gradients, or on a part of each layer; or a step
-    used scaled ones, some of both, or such in float16.
+    Or it ran between a step and the next backward, after each micro-batch, on what has no gradients, or on a part of
+    each layer; or a step used scaled ones, some of both, or such in float16.
 
     Impact: with a scale of 65536 nearly every gradient exceeds the threshold, so that after unscaling its norm is
     at most max_norm / scale: SGD hardly moves, in Adam eps takes over, and the step length depends on the loss
@@ -119,6 +130,7 @@ class ClipBeforeUnscale(StepHabit):
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "train.py:70", "idle": True}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "nothing"}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "layers"}}}),
+        lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"location": "t.py:7", "instead": "early"}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"scale": 512.0, "instead": "step"}}}),
         lambda: steps(3, flags=Flag.CLIPPED_SCALED, recipe={0: {"clip": {"instead": "part"}}}),
     )

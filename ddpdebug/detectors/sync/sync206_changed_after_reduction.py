@@ -87,6 +87,9 @@ class ChangedAfterReduction(GradientRule):
         lambda: step_at(6, flags=Flag.CLIPPED, **_CLIP),
         lambda: step_at(6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC, **_CLIP),
         lambda: step_at(
+            6, flags=Flag.CLIPPED | Flag.CLIPPED_BEFORE_SYNC | Flag.GRADS_DISCARDED, clip_max=1.0, odd=_OWN_CLIP
+        ),
+        lambda: step_at(
             6, odd={2: {"grads_digest": 5}}, gradients=gradients(4, {2: {"w": "ff"}}), contract=contract(4)
         ),
     )
@@ -119,7 +122,7 @@ class ChangedAfterReduction(GradientRule):
             evidence=evidence,
         )
 
-    reads = (*GRADIENT_COLUMNS, Flag.CLIPPED_BEFORE_SYNC)
+    reads = (*GRADIENT_COLUMNS, Flag.CLIPPED_BEFORE_SYNC, Flag.GRADS_DISCARDED)
 
     def suspects(self, step: Step) -> bool:
         return bool(gradient_classes(step)) or bool(self._own_factors(step))
@@ -127,7 +130,9 @@ class ChangedAfterReduction(GradientRule):
     def detect(self, step: Step) -> Findings:
         yield from super().detect(step)
         factors = self._own_factors(step)
-        if factors and not gradient_classes(step) and not step.any(Flag.LOCAL_ONLY):
+        # what was clipped and then taken away is not what the step uses: gradients of single samples, for privacy
+        spent = step.any(Flag.LOCAL_ONLY) or step.any(Flag.GRADS_DISCARDED)
+        if factors and not gradient_classes(step) and not spent:
             yield self.finding(
                 step,
                 ranks=outvoted({rank: round(factor, 3) for rank, factor in factors.items()}),

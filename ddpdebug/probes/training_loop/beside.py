@@ -116,13 +116,15 @@ class Beside:
             self._judge(part)
 
     def _look_at_own(self, module: nn.Module) -> None:
-        """Look at a norm of a model that is trained, in a forward that trains."""
-        if not isinstance(module, NORMS) or not torch.is_grad_enabled() or not internals.in_train_mode(module):
+        """Look at a norm of a model that is trained: in a forward that trains, or in any where it is frozen."""
+        if not isinstance(module, NORMS) or not internals.in_train_mode(module):
             return
         own, momentum = list(internals.own_parameters(module)), internals.own_attribute(module, "momentum", None)
         if self._step >= _FIRST or momentum is None or not changes(module):
             return
         trains = any([p.requires_grad for p in own])
+        if trains and not torch.is_grad_enabled():
+            return
         what = ("last" if momentum >= _LAST else "") if trains else "frozen" if own and momentum else ""
         before, seen = self._norms.get(id(module), (what, set()))
         self._norms[id(module)] = (what if before == what else "", seen | {self._step})

@@ -145,6 +145,8 @@ class _Loop:
     touched: bool = False  # gradients were clipped or unscaled
     clipped: set[int] | None = field(default_factory=set)  # parameters, by id; None: not known
     clip_line: str | None = None
+    clips: dict[str, int] = field(default_factory=dict)  # by line, after how many backwards it clipped last
+    early: str | None = None  # the line that clipped before a backward, and again after it
     idle: str | None = None  # the line that clipped after a step
     clipped_nothing: ScaledClip | None = None  # ... where a backward came next; or what has no gradients
     scales: dict[str | None, float] = field(default_factory=dict)  # by the line that called backward
@@ -680,6 +682,10 @@ class Recipe:
         if loop.scale is not None and loop.scale != 1.0:
             loop.clip = loop.clip or line
         loop.touched = True
+        if isinstance(event, events.Clipped) and not math.isinf(event.limit):
+            if loop.clips.get(line, len(loop.lines)) < len(loop.lines) and self.clearing.number() == 1:
+                loop.early = line
+            loop.clips[line] = len(loop.lines)
         if self._state.next_step() >= _FIRST_PASSES and not self._state.checking:
             return
         if not isinstance(event, events.Clipped) or event.given is None:
@@ -801,7 +807,7 @@ class Recipe:
             detail["carried"] = CarriedGradients(location=line, kind=kind)
         if cleared.written and not loop.touched:
             flags |= Flag.GRADS_WRITTEN
-        if not discarded and not cleared.written and (clip := self._scale(optimizer)) is not None:
+        if not discarded and (clip := self._scale(optimizer, written=cleared.written)) is not None:
             flags |= Flag.CLIPPED_SCALED
             detail["clip"] = clip
         if discarded:
@@ -826,13 +832,18 @@ class Recipe:
             detail["twice"] = twice
         return flags
 
-    def _scale(self, optimizer: torch.optim.Optimizer) -> ScaledClip | None:
-        """Say which loss scale the gradients carry that an optimizer uses, or that they never had one they need."""
+    def _scale(self, optimizer: torch.optim.Optimizer, *, written: bool) -> ScaledClip | None:
+        """Say which loss scale the gradients carry that a step uses, that they lack one, or were clipped too early.
+
+        Those that are `written` after the last backward may have been unscaled by hand.
+        """
         loop = self._loop
-        scale = loop.scales.get(self.clearing.of(optimizer).line)
+        scale = None if written else loop.scales.get(self.clearing.of(optimizer).line)
         if scale is not None and scale != 1.0:
             return ScaledClip(location=user_location(), scale=None if math.isnan(scale) else scale, instead="step")
-        never = loop.float16 and not loop.scaled and loop.lines
+        if loop.early is not None:
+            return ScaledClip(location=loop.early, instead="early")
+        never = loop.float16 and not loop.scaled and not written and loop.lines
         return ScaledClip(location=loop.lines[-1], instead="never") if never else None
 
     def _twice(self, optimizer: torch.optim.Optimizer) -> SteppedTwice | None:
