@@ -147,10 +147,22 @@ def test_what_is_looked_at_ends() -> None:
     assert run.entries.calls.idle
 
 
+class _Pair(nn.Sequential):
+    """Runs one part without gradients and the other one with them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self[0](x)
+        out: torch.Tensor = self[1](x)
+        return out
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
         ("frozen", ["frozen"]),
+        ("frozen, without gradients", ["frozen"]),  # a teacher
+        ("a momentum encoder", []),  # the same, and it follows
         ("in eval mode", []),
         ("affine alone", []),  # somebody has chosen the norm, and the layer before it trains
         ("trained at times", []),  # a discriminator, in its generator's turn
@@ -162,7 +174,8 @@ def test_statistics_of_the_trained_model(kind: str, told: list[str | None]) -> N
     """Those of a frozen part stay, and those of what trains are more than the last batch."""
     run = Run()
     body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.99 if kind == "last" else 0.1))
-    run.model = nn.Sequential(body, nn.Linear(8, 2))
+    inside = kind in {"frozen, without gradients", "a momentum encoder"}
+    run.model = _Pair(body, nn.Linear(4, 2)) if inside else nn.Sequential(body, nn.Linear(8, 2))
     (body[1] if kind == "affine alone" else body).requires_grad_(kind in {"last", "usual"})
     if kind == "in eval mode":
         body.eval()
@@ -172,5 +185,9 @@ def test_statistics_of_the_trained_model(kind: str, told: list[str | None]) -> N
         if kind == "trained at times":
             body.requires_grad_(next(steps) % 2 == 0)
 
-    assert run.train(each, steps=20) == told
+    def after() -> None:
+        for parameter in body.parameters() if kind == "a momentum encoder" else ():
+            parameter.data.mul_(0.99)
+
+    assert run.train(each, after, steps=20) == told
     assert [fact.names for fact in run.told] == [("0.1",)] * len(told)

@@ -36,7 +36,10 @@ _OTHERS: dict[str | None, Fields] = {
         "severity": Severity.WARNING,
         "title": "gradients are clipped once a micro-batch, while they still add up",
         "phase": "micro-batches",
-        "causes": ("clipping stands in the loop over micro-batches: the sum so far is cut, the first ones count less",),
+        "causes": (
+            "clipping stands in the loop over micro-batches: the sum so far is cut, the first ones count less",
+            "intended: the norm is only read, by a limit that nothing reaches",
+        ),
         "actions": (
             "clip once, after the last `backward()` of a step; with Accelerate under `if accelerator.sync_gradients`",
         ),
