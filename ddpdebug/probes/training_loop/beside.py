@@ -67,7 +67,7 @@ class Beside:
         self._parts: dict[int, _Part] = {}
         self._places: dict[int, tuple[_Part, str] | None] = {}  # by module: what it belongs to, its path there
         self._norms: dict[int, tuple[str, set[int]]] = {}  # of the models that are trained: what is said, steps
-        self._frozen: dict[int, Sequence[int]] = {}  # values of the frozen ones, as each was first seen
+        self._frozen: dict[int, Sequence[int] | None] = {}  # values of the frozen ones, as each was first seen
         self._step = 0
 
     def after_step(self, step: int, *, looks: bool) -> None:
@@ -129,8 +129,9 @@ class Beside:
         what = ("last" if momentum >= _LAST else "") if trains else "frozen" if own and momentum else ""
         if what == "frozen":
             values = _values(own)
-            # a copy that follows, as a momentum encoder does, keeps statistics of its own
-            if values is None or values != self._frozen.setdefault(id(module), values):
+            # a copy that follows, as a momentum encoder does, keeps statistics of its own; on a device nobody knows
+            unknown = values is None and not torch.is_grad_enabled()
+            if unknown or values != self._frozen.setdefault(id(module), values):
                 what = ""
         before, seen = self._norms.get(id(module), (what, set()))
         self._norms[id(module)] = (what if before == what else "", seen | {self._step})
