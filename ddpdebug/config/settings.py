@@ -26,9 +26,7 @@ INTERNAL_VARIABLES = frozenset(
     )
 )
 #: Variables that hold tokens, which are no settings either: those are written down.
-_TOKENS = frozenset(
-    {"DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_READ_TOKEN", "DDPDEBUG_HUB_READ_TOKEN_FILE", "DDPDEBUG_MCP_TOKEN"}
-)
+_TOKENS = frozenset({"DDPDEBUG_HUB_TOKEN", "DDPDEBUG_HUB_READ_TOKEN", "DDPDEBUG_HUB_READ_TOKEN_FILE"})
 #: What Kubernetes sets in every container of a namespace that has a Service called `ddpdebug-hub`.
 _SERVICE = re.compile(r"DDPDEBUG_HUB_(SERVICE|PORT)(_.*)?")
 

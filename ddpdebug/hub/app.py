@@ -9,7 +9,8 @@ import platform
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -280,6 +281,7 @@ def create(
         every: seconds between two looks at what nobody tells: who is lost, and what is to go.
     """
     api = Api(store, feed or Feed(store), store.clock)
+    asked = _asked(store)
 
     async def tidy() -> None:
         await run_in_threadpool(store.look_again)
@@ -289,7 +291,8 @@ def create(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         tidying = _for_ever(tidy, every, api.feed.say, "who is lost is not seen now, and nothing is deleted")
         tasks = [asyncio.create_task(api.feed.run()), asyncio.create_task(tidying)]
-        yield
+        async with nullcontext() if asked is None else asked.run():
+            yield
         for task in tasks:
             task.cancel()
 
@@ -302,11 +305,24 @@ def create(
         return JSONResponse({"error": f"the database does not answer: {type(error).__name__}"}, 503)
 
     app = Starlette(
-        routes=[*auth.routes(tokens), *api.routes(), *pages],
+        routes=[*auth.routes(tokens), *api.routes(), Route(auth.ASKED, asked or _unasked, methods=["POST"]), *pages],
         exception_handlers={HTTPException: failed, SQLAlchemyError: away},
         lifespan=lifespan,
     )
     return Gate(app, tokens)
+
+
+def _asked(store: Store) -> Any:
+    """Return what answers over the Model Context Protocol; None where its package is not there."""
+    if find_spec("mcp") is None:
+        return None
+    from ddpdebug.hub.asked import Asked  # noqa: PLC0415 - an extra
+
+    return Asked(store, _BODY_SECONDS)
+
+
+async def _unasked(_: Request) -> Response:
+    return JSONResponse({"error": "this needs mcp; install it with: pip install 'ddpdebug[mcp]'"}, 501)
 
 
 async def _for_ever(look: Callable[[], Awaitable[None]], every: float, say: Callable[[str], None], what: str) -> None:

@@ -32,6 +32,8 @@ LEAST = 16
 _DAYS = 30 * 86400
 #: Seconds in which a token must have come.
 _BODY_SECONDS = 30.0
+#: Where programs ask about runs: what they post changes nothing.
+ASKED = "/mcp"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Seen by whom nothing is known of.
 _OPEN = ("/healthz", "/login", "/static/")
@@ -148,7 +150,7 @@ class Gate:
                 query = request.scope["query_string"].decode("latin-1")
                 return RedirectResponse(f"/login?next={quote(path + (query and f'?{query}'), safe='/')}", 303)
             return _error(401, "a token is needed: Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
-        if request.method not in _SAFE and path != "/login" and level != "write":
+        if request.method not in _SAFE and path not in {"/login", ASKED} and level != "write":
             return _error(403, "the token is for reading only")
         return None
 

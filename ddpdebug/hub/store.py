@@ -7,6 +7,7 @@ that is killed, or has no room left, shows what it showed before. One batch of a
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import tempfile
 import threading
@@ -200,7 +201,8 @@ class Store:
                     raise NotWantedError("the run was deleted here, for its age or for lack of room")
                 connection.execute(delete(forgotten).where(forgotten.c.run == key))  # by a clock that was wrong
             self._welcome(connection, key, source, now, at)
-            there, changed = self._apply(connection, key, list(pieces), now, all_files=all_files)
+            written = now if at is None else min(at, now)
+            there, changed = self._apply(connection, key, list(pieces), written, all_files=all_files)
             self._derive(connection, key, changed, now, at)
             return there
 
@@ -214,7 +216,7 @@ class Store:
         self.put(connection, run, [row | times], **change, last_seen=_larger(run.c.last_seen))
 
     def _apply(
-        self, connection: Connection, key: str, pieces: Sequence[Piece], now: float, *, all_files: bool
+        self, connection: Connection, key: str, pieces: Sequence[Piece], at: float, *, all_files: bool
     ) -> tuple[dict[str, Held], set[str]]:
         """Apply the pieces; return the files that they name, or all, and those that have changed."""
         named = {piece.path for piece in pieces if is_document(piece.path) is not None}
@@ -250,7 +252,7 @@ class Store:
             room -= len(data)
             changed.add(path)
         left = [
-            {"run": key, "path": path, "is_document": is_document(path), "changed": now}
+            {"run": key, "path": path, "is_document": is_document(path), "changed": at}
             | {"size": there[path].size, "digest": there[path].digest}
             for path in changed & there.keys()
         ]
@@ -613,11 +615,12 @@ class Store:
         with tempfile.TemporaryDirectory(prefix="ddpdebug-hub-") as name:
             directory = Path(name)
             for pattern in patterns:
-                paths = select(file.c.path).where(file.c.run == key, file.c.path.like(pattern))
-                for path in connection.execute(paths).scalars().all():
+                files = select(file.c.path, file.c.changed).where(file.c.run == key, file.c.path.like(pattern))
+                for path, changed in connection.execute(files).all():
                     target = directory / path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(self._content(connection, key, path) or b"")
+                    os.utime(target, (changed, changed))  # by this a reader says how old a step is
             yield directory
 
     # --- what goes ----------------------------------------------------------------------------------------------------

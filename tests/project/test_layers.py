@@ -27,8 +27,8 @@ _LAYERS = (
     ("companion",),
     ("checkpoints", "ci", "cures", "forensics", "reports"),
     ("instrument", "testing"),
-    ("monitor", "pytest_plugin"),
-    ("hub", "mcp", "preflight", "trainers"),
+    ("mcp", "monitor", "pytest_plugin"),
+    ("hub", "preflight", "trainers"),
     ("commands",),
     ("__main__",),
 )
