@@ -53,7 +53,7 @@ lint: $(STAMP) types ## ruff (all rules, reasons in pyproject.toml), formatting 
 types: $(STAMP) ## mypy, strict
 	$(PYTHON) -m mypy
 
-test: $(STAMP) ## the tests (seven minutes on two cores)
+test: $(STAMP) ## the tests (five minutes on two cores)
 	$(PYTHON) -m pytest -q $(SPREAD) -m "not slow" --durations=12
 
 test-change: $(STAMP) ## what CI runs for each change: the tests, and of the slow ones those that are marked `smoke`

@@ -106,6 +106,7 @@ def test_the_kernel_is_compiled_for_devices(tmp_path: Path) -> None:
     assert _run(_COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "compiled\n"
 
 
+@pytest.mark.smoke
 def test_the_kernel_and_torch_agree_on_every_bit() -> None:
     """In Triton's interpreter, over dtypes, lengths, offsets and strides, and beyond one chunk of weights."""
     assert _run(_COMPARE.format(rows=90, examples=150), TRITON_INTERPRET="1") == "the same\n"

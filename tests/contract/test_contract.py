@@ -365,6 +365,7 @@ def promised() -> dict[str, set[str]]:
 # --- the row ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_every_field_of_the_row_is_filled_in(produced: Produced) -> None:
     """On a CPU all but the device's."""
     assert set(Row._fields) - produced.fields == _ON_CUDA_FIELDS | _UNFILLED
@@ -381,6 +382,7 @@ def test_every_field_of_the_row_is_read() -> None:
     assert {name for name in set(Row._fields) - slots - read if not name.startswith("class_")} == set()
 
 
+@pytest.mark.smoke
 def test_every_flag_is_set_and_read(produced: Produced) -> None:
     """By some step of the jobs, and by somebody who wants to know."""
     assert {flag.name for flag in Flag if not produced.flags & flag} == _FLAGS_ELSEWHERE.keys()
@@ -391,12 +393,14 @@ def test_every_flag_is_set_and_read(produced: Produced) -> None:
 # --- details and announcements ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_all_that_is_said_is_read_as_it_was_said(produced: Produced) -> None:
     """No kind, topic, key or type is unknown to the schema, and writing again gives all of it, in the same order."""
     assert produced.unread == {}
     assert produced.paths.keys() - promised().keys() == set()
 
 
+@pytest.mark.smoke
 def test_all_that_is_promised_is_said(produced: Produced) -> None:
     """And the schema promises nothing else."""
     assert promised().keys() - produced.paths.keys() == _ELSEWHERE.keys()
@@ -408,6 +412,7 @@ def test_all_that_is_promised_is_said(produced: Produced) -> None:
     assert {kind: sorted(keys) for kind, keys in lacking.items() if keys} == {}
 
 
+@pytest.mark.smoke
 def test_what_is_damaged_is_left_out(produced: Produced) -> None:
     """Nothing that comes from a job is trusted: a value of a wrong type is none or its field's default."""
     for some in produced.read.values():
@@ -418,6 +423,7 @@ def test_what_is_damaged_is_left_out(produced: Produced) -> None:
                 assert again is None or strict(to_json(from_json(type(read), told))) == told
 
 
+@pytest.mark.smoke
 def test_every_topic_and_kind_that_rules_ask_for_is_said(produced: Produced) -> None:
     """By the names under which rules register."""
     topics = {topic for rule in catalog() for topic in rule.topics}
@@ -426,6 +432,7 @@ def test_every_topic_and_kind_that_rules_ask_for_is_said(produced: Produced) -> 
     assert wanted == set(KINDS)
 
 
+@pytest.mark.smoke
 def test_the_examples_of_rules_are_like_what_is_said(produced: Produced) -> None:
     """A rule whose examples hold what no run produces passes its tests and never fires."""
     strange: dict[str, set[str]] = {}
@@ -443,6 +450,7 @@ def test_the_examples_of_rules_are_like_what_is_said(produced: Produced) -> None
     assert {what: sorted(unknown) for what, unknown in strange.items()} == {}
 
 
+@pytest.mark.smoke
 def test_rules_read_keys_that_exist(produced: Produced) -> None:
     """What a rule asks a table for is said by a run, or was made by a rule, or is a setting."""
     rules = [(name, tree) for name, tree in consumers() if re.match("detectors/.+/", name) or name in _RULES]
@@ -456,6 +464,7 @@ def test_rules_read_keys_that_exist(produced: Produced) -> None:
     assert {name: keys for name, keys in lacking.items() if keys} == {}
 
 
+@pytest.mark.smoke
 def test_all_that_is_said_is_read(produced: Produced) -> None:
     """Or is kept for people, for a reason."""
     read = {word for _, tree in consumers() for word in texts(tree) | attributes(tree)}

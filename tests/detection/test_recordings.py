@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from ddpdebug.detectors.examples import step_at
-from ddpdebug.diagnosis.rejudge import rejudge
-from ddpdebug.mcp.answers import Answers, bounded
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row
 
@@ -29,13 +27,6 @@ _CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 _FAMILIES = sorted({recorded_runs.family(path.stem) for path in _CORPUS.glob("*.py")})
 #: A fault that needs details of a step, and one that a rank announces.
 _LIVE = ("num301_row_of_padding", "rcp819_hand_written_huber")
-#: Faults of many kinds, whose scripts say in which line they are.
-_SEEDED = (
-    *("data901_windows_drawn_alike", "data910_split_without_a_seed", "hang502_groups_in_another_order"),
-    *("hlth714_cross_entropy_over_one_output", "mem403_best_score_of_raw_module", "num301_row_of_padding"),
-    *("num302_log_of_zero_probability", "num303_where_does_not_protect", "rcp808_closure_does_not_clear"),
-    "sync202_loss_method_of_the_module",
-)
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
@@ -57,28 +48,12 @@ def test_recordings_are_judged_as_their_runs_were(family: str) -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize("name", _SEEDED)
-def test_an_answer_holds_what_an_agent_needs(name: str, tmp_path: Path) -> None:
-    """What the server for agents says of a run, as text: rank, step, parameter or module, the user's line, a remedy."""
-    case = score.load(_CORPUS / f"{name}.py")
-    recorded = recorded_runs.read(recorded_runs.FOLDER, recorded_runs.family(name), _CORPUS)
-    recorded_runs.lay_out(next(one for one in recorded if one.name == (name, True)), tmp_path)
-    found = rejudge(tmp_path)
-    (tmp_path / "findings.jsonl").write_text("".join(f"{each.to_json()}\n" for each in found), encoding="utf-8")
-    answer = json.loads(bounded(Answers([tmp_path]).findings(".", most=20)))
-    told = [Finding.from_json(json.dumps(each)) for each in answer["findings"]]
-    assert score.judge_fault(case, told) == ([], [])
-    best = next(each for each in told if each.code in case.codes)
-    assert best.causes
-    assert best.actions
-    assert answer["runbooks"][best.code]["diagnosis"]
-
-
 def test_recordings_stay_small() -> None:
     """All families together: git keeps each version of them."""
     assert sum(file.stat().st_size for file in recorded_runs.FOLDER.iterdir()) <= 8 << 20
 
 
+@pytest.mark.smoke
 @pytest.mark.jobs
 def test_a_live_run_and_its_recording_have_the_same_findings(tmp_path: Path) -> None:
     """The whole of each finding, in order, also after the recording was written and read."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from machine import PATIENCE
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
@@ -150,16 +152,12 @@ def test_a_question_that_does_not_come(runs: Path, tmp_path: Path, monkeypatch: 
     """Is waited for no longer than other bodies."""
     monkeypatch.setattr(hub_app, "_BODY_SECONDS", 0.2)
 
-    async def never() -> Any:
-        yield b'{"jsonrpc"'
-        await asyncio.sleep(60)
-
-    async def ask(site: Site) -> int:
-        async with httpx2.AsyncClient(timeout=50) as http:
-            return (await http.post(f"{site.address}/mcp", content=never())).status_code
-
+    head = b"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
     with serving(hub_app.create(Store(tmp_path / "hub.sqlite"), Auth())) as site:
-        assert asyncio.run(ask(site)) == 408
+        address = ("127.0.0.1", int(site.address.rpartition(":")[2]))
+        with socket.create_connection(address, timeout=PATIENCE) as connection:
+            connection.sendall(head)
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_without_the_package_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

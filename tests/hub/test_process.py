@@ -166,6 +166,7 @@ def test_two_processes_one_database(start: Start, tmp_path: Path) -> None:
     assert directory.is_dir()
 
 
+@pytest.mark.smoke
 def test_watch(start: Start, tmp_path: Path) -> None:
     """A hub that watches a directory shows the runs that come there."""
     (tmp_path / "runs").mkdir()

@@ -236,6 +236,7 @@ def test_every_panel_of_every_dashboard_has_data(scraped: Any, fill: Any) -> Non
     assert empty() == []
 
 
+@pytest.mark.smoke
 def test_every_variable_lists_what_there_is(scraped: Any, fill: Any) -> None:
     """The runs by name and id, and the ranks of the chosen run."""
     for name in set(NAMES) - {"fleet"}:

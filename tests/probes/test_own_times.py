@@ -58,6 +58,7 @@ def rows(run_jobs: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
+@pytest.mark.smoke
 def test_phases_add_up(rows: Rows) -> None:
     """Backward is the rank's own part and its waiting, a step its own phases and what it waited."""
     for name, of_ranks in rows.items():
@@ -72,6 +73,7 @@ def test_phases_add_up(rows: Rows) -> None:
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", IN_BACKWARD)
+@pytest.mark.smoke
 def test_a_rank_that_is_slow_in_backward_does_not_wait(rows: Rows, name: str) -> None:
     """Its own part has the time in every step, and the other rank waits for it."""
     slow, waits = rows[name][1], rows[name][0]
@@ -90,6 +92,7 @@ def test_a_rank_that_is_slow_in_backward_does_not_wait(rows: Rows, name: str) ->
         ("other", lambda row: row.other_seconds),
     ],
 )
+@pytest.mark.smoke
 def test_other_phases_have_what_happens_in_them(rows: Rows, name: str, seconds: Callable[[Row], float]) -> None:
     """The phase in which a rank sleeps has the time."""
     assert min(seconds(row) for row in rows[name][1]) >= SECONDS
@@ -97,6 +100,7 @@ def test_other_phases_have_what_happens_in_them(rows: Rows, name: str, seconds: 
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
+@pytest.mark.smoke
 def test_buffers_are_waited_for_outside_of_forward(rows: Rows) -> None:
     """Who waits for the rank that broadcasts buffers has that in its collectives, not in forward."""
     assert max(row.collective_seconds for row in rows["buffers"][1]) > SECONDS / 2
@@ -106,6 +110,7 @@ def test_buffers_are_waited_for_outside_of_forward(rows: Rows) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
+@pytest.mark.smoke
 def test_collectives_are_in_no_phase(rows: Rows) -> None:
     """Who waits in a collective inside of forward, of backward or of none has that in its collectives alone."""
     slow, waits = rows["reduces"][1], rows["reduces"][0]
@@ -121,6 +126,7 @@ def test_collectives_are_in_no_phase(rows: Rows) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
+@pytest.mark.smoke
 def test_the_collector_of_a_rank_is_its_own(rows: Rows) -> None:
     """A rank with a large heap that collects in each step is told from one with a small heap."""
     large, small = ([row.gc_seconds for row in rows["collector"][rank]] for rank in (1, 0))
@@ -130,6 +136,7 @@ def test_the_collector_of_a_rank_is_its_own(rows: Rows) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
+@pytest.mark.smoke
 def test_inputs_are_added_up(rows: Rows) -> None:
     """The row has the elements of all forwards with gradients beside those of the largest."""
     found = {name: {(row.input_elements, row.batch_elements) for row in rows[name][0]} for name in rows}
@@ -141,6 +148,7 @@ def test_inputs_are_added_up(rows: Rows) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.timeout(600)
+@pytest.mark.smoke
 def test_a_skipped_step_has_times(rows: Rows) -> None:
     """A step that the scaler skips has all but the optimizer's."""
     skipped = [row for row in rows["scaler"][1] if row.has(Flag.SKIPPED)]
