@@ -686,6 +686,21 @@ class TargetRange(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetCases(Announcement):
+    """Targets of a loss with one case for 1 and one for -1 that are neither; once for each line."""
+
+    topic: ClassVar[str] = "alone:loss"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["cases"] = "cases"
+    loss: str  # "CosineEmbedding", "HingeEmbedding", "SoftMargin"
+    neither: int  # so many of them
+    targets: int
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossBroadcast(Announcement):
     """A loss in which predictions and what they met were spread over a larger table; once for each line and form."""
 
@@ -819,6 +834,19 @@ class UnregisteredParameters(Announcement):
     step: int | None = None
     kind: Literal["unregistered"] = "unregistered"
     names: tuple[str, ...] = ()  # where they hide: "layers[0].weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedMask(Announcement):
+    """A mask of zeros and ones that attention has added to its scores."""
+
+    topic: ClassVar[str] = "alone:attention"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    shape: tuple[int, ...] = ()
+    zeros: float = 0.0  # share of the mask
+    location: str | None = None  # of the model's call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1097,6 +1125,7 @@ TOPICS = _by_topic(
         AllocationFailure,
         LossInput,
         TargetRange,
+        TargetCases,
         LossBroadcast,
         SoftmaxOfOne,
         InitialLoss,
@@ -1106,6 +1135,7 @@ TOPICS = _by_topic(
         FrozenParameters,
         DetachedParameters,
         UnregisteredParameters,
+        AddedMask,
         NoGradParts,
         TrainModeValidation,
         EvalDraws,

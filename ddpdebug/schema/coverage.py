@@ -71,7 +71,7 @@ _PROBES = {
     "numerics": "numerics numerics-forward numerics-loss numerics-gradients numerics-after numerics-end modules entry "
     "guard loss-backward",
     "recipe": "recipe recipe-forward losses labels leaks clearing schedules resume audit moves modes beside epochs "
-    "chance inputs views axes cuts no-grad unregistered rollouts evaluation observe load",
+    "chance inputs views axes cuts no-grad unregistered attention rollouts evaluation observe load",
     "data": "loader items splits draws",
     "memory": "memory memory-limit input-sizes",
     "other": "coverage cut scene place loss_line disk spawned collectives own-times collector device-times captures",

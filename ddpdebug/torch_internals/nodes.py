@@ -41,6 +41,7 @@ _LOSS: Mapping[str, Make] = {
     "MseLossBackward0": lambda x: functional.mse_loss(x, x.detach()),
     "SmoothL1LossBackward0": lambda x: functional.smooth_l1_loss(x, x.detach()),
     "HuberLossBackward0": lambda x: functional.huber_loss(x, x.detach()),
+    "SoftMarginLossBackward0": lambda x: functional.soft_margin_loss(x, x.detach()),
     "MeanBackward0": lambda x: x.mean(),
     "SumBackward0": lambda x: x.sum(),
     "MeanBackward1": lambda x: x.mean(0),

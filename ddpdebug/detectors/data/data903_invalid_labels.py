@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
-from ddpdebug.schema.announcements import Failure, TargetRange
+from ddpdebug.schema.announcements import Failure, TargetCases, TargetRange
 
 #: What torch's losses raise about labels.
 MESSAGES = (
@@ -31,6 +31,19 @@ _FACT = {
 }
 
 
+_ZEROS = (
+    "targets of 0 and 1 for a loss that knows 1 and -1: for 0 it has no case, so such pairs are never pushed apart",
+)
+_CASES = {
+    "kind": "cases",
+    "step": 0,
+    "loss": "CosineEmbedding",
+    "neither": 30,
+    "targets": 64,
+    "location": "train.py:58",
+}
+
+
 def _between(low: float, high: float) -> tuple[Facts]:
     return (Facts(topic="alone:loss", values={0: {**_FACT, "low": low, "high": high}}),)
 
@@ -51,20 +64,23 @@ class InvalidLabels(EventRule):
     - an ignore value other than -100, such as 255 in segmentation maps, without `ignore_index=255`
     - a tokenizer with more entries than the embedding or the head
     - targets 0 and 255, or -1 and 1, for a binary loss; label maps resized with interpolation
+    - targets 0 and 1 for a loss of 1 and -1 (`cosine_embedding_loss`, `hinge_embedding_loss`, `soft_margin_loss`)
     - a label column of strings or floats that was converted carelessly
 
     Remedy:
     - remap labels in the dataset and convert with `.long()`; pass `ignore_index`; resize label maps with
       `mode="nearest"`; call the model's resize function for its embeddings after tokens were added
+    - `2 * target - 1` where the loss knows 1 and -1
     - assert the range in collate, where the sample's id is still known
     """
 
     code = "DATA903"
     severity = Severity.ERROR
     title = "labels are out of range or of the wrong dtype"
-    events = ("loss:range", "failure")
+    events = ("loss:range", "loss:cases", "failure")
     fires_on = Examples(
         lambda: Facts(topic="alone:loss", values={0: _FACT, 1: _FACT}),
+        lambda: Facts(topic="alone:loss", values={0: _CASES, 1: _CASES}),
         lambda: _between(0.0, 1.001),
         lambda: _between(-0.001, 1.0),
         lambda: Facts(
@@ -81,7 +97,10 @@ class InvalidLabels(EventRule):
         lambda: Facts(topic="alone:failure", values={1: _ASSERT}),  # noticed there, and may be of anything before
     )
 
-    def judge(self, fact: TargetRange | Failure) -> Fields | None:
+    def judge(self, fact: TargetRange | TargetCases | Failure) -> Fields | None:
+        if isinstance(fact, TargetCases):
+            evidence = {"targets": fact.targets, "neither_1_nor_-1": fact.neither, "allowed": [-1, 1]}
+            return {"subject": (fact.loss,), "evidence": evidence, "causes": _ZEROS}
         if isinstance(fact, TargetRange):
             if fact.low >= 0 and fact.high <= 1:  # a probability
                 return None

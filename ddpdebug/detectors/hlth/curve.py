@@ -50,6 +50,7 @@ class Series:
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     count: int = 0
+    begun: int | None = None  # the first of them
     first: float = math.nan  # level of the first steps
     best: float = math.inf  # lowest level of a block so far, without the newest
     best_spread: float = 0.0
@@ -64,6 +65,7 @@ class Series:
 
     def add(self, step: int, loss: float, rate: float) -> None:
         """Add a step."""
+        self.begun = step if self.begun is None else self.begun
         self.steps.append(step)
         self.losses.append(loss)
         self.newest.append(loss)
@@ -94,6 +96,11 @@ class Series:
             self.low = rate
         self.low, self.high = min(self.low, rate), max(self.high, rate)
         self.fallen |= self.restart * rate < self.high
+
+    @property
+    def span(self) -> int:
+        """Steps from the first one to the newest, those included that were not watched."""
+        return 0 if self.begun is None else self.steps[-1] - self.begun + 1
 
     def restarted(self, window: int) -> bool:
         """Whether the learning rate has risen within the last steps."""

@@ -90,7 +90,7 @@ class LossFlat(LossRule):
     )
     chance_steps = Threshold(
         96,
-        "steps at chance, since the learning rate has risen, until a report",
+        "steps at chance, since the learning rate has risen, until a report; half of them are watched",
         source="chosen: healthy classifiers of the corpus have left it after 30",
     )
     flat_certain = Threshold(
@@ -168,6 +168,10 @@ class LossFlat(LossRule):
     fires_on = Examples(
         lambda: (_chance(2.3), *losses(104, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
         lambda: (_chance(1.0), *losses(104, lambda i: 1.03 + 0.8 * 0.8**i + 0.05 * sample_noise(i * i), **_MOVES)),
+        lambda: (  # of which two in three are watched
+            _chance(2.3),
+            *(one for one in losses(128, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES) if one.step % 3),
+        ),
         lambda: losses(48, lambda i: 2.302585),
         lambda: losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
         lambda: losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
@@ -185,6 +189,10 @@ class LossFlat(LossRule):
         lambda: (_chance(2.3), *losses(104, lambda i: 2.32 - 0.001 * i, **_MOVES)),  # begins to learn
         lambda: (_chance(2.3), *losses(104, lambda i: 2.31, lr=lambda i: 1e-4 * i, **_MOVES)),  # a warm-up
         lambda: (_chance(2.3), *losses(80, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
+        lambda: (  # of which too few are watched
+            _chance(2.3),
+            *(one for one in losses(160, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES) if one.step % 4 == 0),
+        ),
         lambda: (
             _chance(2.3),
             *losses(104, lambda i: 2.32 + 0.03 * sample_noise(i * i)),
@@ -214,6 +222,7 @@ class LossFlat(LossRule):
         super().__init__(config)
         self._chance: float | None = None  # the loss of the best constant answer
         self._way: dict[int, list[float]] = {}  # optimizer -> ratios of update to weight, sampled
+        self._next: dict[int, int] = {}  # optimizer -> step from which on it is judged again
         self._moved: dict[int, float] = {}  # optimizer -> largest ratio of update to weight
         self._batches: dict[int, set[int]] = {}
 
@@ -238,8 +247,9 @@ class LossFlat(LossRule):
         if len(seen) < 2:
             seen.add(next(iter(step.rows.values())).batch_digest)
         self.evaluated(step, series)
-        if series.count % _EVERY:
+        if step.step < self._next.get(key, _EVERY - 1):
             return
+        self._next[key] = step.step + _EVERY
         if self._at_chance(key, series) and self.once(step, "flat"):
             yield self._told_chance(step, series)
             return
@@ -277,7 +287,8 @@ class LossFlat(LossRule):
         falls.
         """
         steps = int(self.chance_steps)
-        if not self._chance or len(self.series) > 1 or series.count < steps or series.restarted(steps):
+        few = series.span < steps or series.count < steps // 2
+        if not self._chance or len(self.series) > 1 or few or series.restarted(steps):
             return False
         values = series.last(steps // 2)
         level, scatter = statistics.median(values), MEDIAN_ERROR * noise(values)
@@ -286,7 +297,7 @@ class LossFlat(LossRule):
         below = max(self.chance_below * self._chance, self.flat_errors * error)
         change, errors = trend(values)
         way = self._way.get(key)
-        moved = statistics.fmean(way) * series.count >= self.chance_moved if way else False
+        moved = statistics.fmean(way) * series.span >= self.chance_moved if way else False
         stands = -change < self.flat_change * level or abs(errors) < self.shape_errors
         near = level <= (1 + self.chance_above) * self._chance
         return moved and stands and near and level > self._chance - below and lowest > self._chance
@@ -304,8 +315,8 @@ class LossFlat(LossRule):
                 "curve": str(Shape("at chance", series.steps[0], step.step)),
                 "level": statistics.median(series.last(int(self.chance_steps) // 2)),
                 "chance": chance,
-                "steps": series.count,
-                "weights_moved_by": statistics.fmean(self._way[step.optimizer]) * series.count,
+                "steps": series.span,
+                "weights_moved_by": statistics.fmean(self._way[step.optimizer]) * series.span,
             },
         )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpdebug.probes import async_copy as device
-from ddpdebug.schema.announcements import LossBroadcast, LossInput, SoftmaxOfOne, TargetRange
+from ddpdebug.schema.announcements import LossBroadcast, LossInput, SoftmaxOfOne, TargetCases, TargetRange
 from ddpdebug.torch_internals import graph, is_sink
 
 _MAX_NODES = 64
@@ -38,7 +38,8 @@ _CTC = ("CtcLoss", "CudnnCtcLoss")
 _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"})
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
-_LOSSES = _CLASSES | _BINARY | _ELEMENTWISE | _MEANS
+_SIGNED = frozenset({"SoftMarginLossBackward0"})
+_LOSSES = _CLASSES | _BINARY | _ELEMENTWISE | _MEANS | _SIGNED
 _SUMS = frozenset({"SumBackward0"})
 _PAIRS = frozenset({"SubBackward0", "MulBackward0", "RsubBackward1"})
 _SOFTMAX = frozenset({"LogSoftmaxBackward0", "SoftmaxBackward0"})
@@ -258,7 +259,11 @@ def takes_classes(term: Term) -> bool:
     return graph.name_of(term.node) in _CLASSES
 
 
-def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
+#: What one loss function shows of how it is used.
+Fact = LossInput | TargetRange | TargetCases | LossBroadcast
+
+
+def facts(term: Term) -> Iterator[Fact]:
     """Yield how one loss function is used: what made its input, between what its targets lie, what was spread."""
     node = term.node
     name = graph.name_of(node)
@@ -268,6 +273,8 @@ def facts(term: Term) -> Iterator[LossInput | TargetRange | LossBroadcast]:
         yield LossInput(loss=plain_name(name), before=_made_by(node), shape=_shape(node) or (), total=total)
     if name in _BINARY and (span := _range(graph.saved_tensor(node, "target"))) is not None:
         yield TargetRange(loss=plain_name(name), low=span[0], high=span[1])
+    if (cases := _cases(node)) is not None and cases.neither:
+        yield cases
     yield from dict.fromkeys(_spreads(node))  # two paths may lead to one
 
 
@@ -372,7 +379,7 @@ def _adds_up(targets: torch.Tensor | None) -> bool:
         return bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _ROUNDING).all())
 
 
-def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:
+def gist(fact: Fact) -> Hashable:
     """Return what two facts about one line have in common if the second says nothing new.
 
     The number of samples does not count, nor does where exactly between two whole numbers the targets lie.
@@ -381,6 +388,8 @@ def gist(fact: LossInput | TargetRange | LossBroadcast) -> Hashable:
         return fact.loss, fact.before
     if isinstance(fact, TargetRange):
         return fact.loss, math.floor(fact.low), math.ceil(fact.high)
+    if isinstance(fact, TargetCases):
+        return fact.loss
     sizes = fact.prediction + fact.result
     return fact.loss, fact.explicit, len(fact.prediction), tuple([sizes.index(size) for size in sizes])
 
@@ -444,11 +453,50 @@ def _made_by(node: Any) -> tuple[str, ...]:
 
 
 def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
-    if values is None or values.device.type != "cpu" or not 0 < values.numel() <= _MAX_LABELS:
+    if (values := _at_hand(values)) is None:
         return None
     low, high = values.detach().aminmax()
     span = float(low), float(high)
     return span if all(map(math.isfinite, span)) else None
+
+
+def _cases(node: Any) -> TargetCases | None:
+    """Return how many targets are neither 1 nor -1 of a loss that has a case for each of the two, and for no other.
+
+    torch's `cosine_embedding_loss` is the mean of two choices, one by "is 1" and one by "is -1"; that of
+    `hinge_embedding_loss` by "is not -1" and "is not 1". They are each other's complement where all targets are one of
+    these. By hand somebody may leave pairs out on purpose: it counts only where one of the cases is that of no target,
+    or of all, and the other is not.
+    """
+    if graph.name_of(node) in _SIGNED:
+        target = _at_hand(graph.saved_tensor(node, "target"))
+        return None if target is None else _counted("SoftMargin", int((target == 0).sum()), target.numel())
+    made = node.next_functions[0][0] if graph.name_of(node) in _MEANS else None
+    choices = [] if made is None or graph.name_of(made) != "AddBackward0" else [b for b, _ in made.next_functions]
+    if [graph.name_of(choice) for choice in choices if choice is not None] != ["WhereBackward0"] * 2:
+        return None
+    margins = [_is_margin(choice) for choice in choices]
+    first, second = (_at_hand(graph.saved_tensor(choice, "condition")) for choice in choices)
+    if first is None or second is None or first.shape != second.shape or sum(margins) != 1:
+        return None
+    same, shares = first == second, {float(each.double().mean()) for each in (first, second)}
+    if not shares & {0.0, 1.0} or shares <= {0.0, 1.0}:
+        return None
+    both = bool((first & second).any())
+    return _counted("HingeEmbedding" if both else "CosineEmbedding", int(same.sum()), first.numel())
+
+
+def _counted(loss: str, neither: int, targets: int) -> TargetCases:
+    return TargetCases(loss=loss, neither=neither, targets=targets)
+
+
+def _is_margin(choice: Any) -> bool:
+    return any([b is not None and graph.name_of(b) == "ClampMinBackward0" for b, _ in choice.next_functions])
+
+
+def _at_hand(values: torch.Tensor | None) -> torch.Tensor | None:
+    """Return values that may be looked at: in host memory, and not many."""
+    return None if values is None or values.device.type != "cpu" or not 0 < values.numel() <= _MAX_LABELS else values
 
 
 def _spreads(node: Any) -> Iterator[LossBroadcast]:

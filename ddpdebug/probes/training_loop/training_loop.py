@@ -33,6 +33,7 @@ from ddpdebug.probes.plain_models import PlainModel, PlainModels
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Tensors
+from ddpdebug.probes.training_loop.attention_masks import added_masks
 from ddpdebug.probes.training_loop.beside import Beside
 from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
@@ -40,6 +41,7 @@ from ddpdebug.probes.training_loop.frozen_moves import FrozenMoves
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import (
+    Fact,
     Term,
     facts,
     gist,
@@ -69,10 +71,7 @@ from ddpdebug.schema.announcements import (
     DropoutCall,
     EvaluationInputs,
     InputStatistics,
-    LossBroadcast,
-    LossInput,
     MovedParameters,
-    TargetRange,
     TrainModeValidation,
     UnregisteredParameters,
 )
@@ -482,6 +481,7 @@ class Recipe:
             if not self._stage.begins:
                 assert not isinstance(event, events.EvaluationForwardEnded)
                 run("probe:unregistered", self._unregistered, root, event)
+                run("probe:attention", self._attends, event)
             self._stage.begins = False
             run("probe:audit", self.audit.output, root, event.outputs())
 
@@ -498,6 +498,11 @@ class Recipe:
             names = unregistered(list(event.outputs()), tensors, root, known)
             if names:
                 self.tell(UnregisteredParameters(names=tuple(names)))
+
+    def _attends(self, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
+        """Look for a mask that attention adds and that hides nothing."""
+        for mask in added_masks(list(event.outputs())):
+            self.tell(replace(mask, location=user_location()))
 
     def cut(self) -> None:
         """Forget what was noted of a step that an exception of the user's has cut short."""
@@ -961,7 +966,7 @@ class Recipe:
         fields: dict[str, Any] = {"step": self._state.next_step()}
         return replace(fact, **fields)
 
-    def _tell_once(self, fact: LossInput | TargetRange | LossBroadcast, line: str | None) -> None:
+    def _tell_once(self, fact: Fact, line: str | None) -> None:
         """Announce what was not announced of a line yet."""
         known, what = self._known.setdefault(type(fact), set()), (line, gist(fact))
         if what not in known and len(known) < _MAX_DIFFERENT:

@@ -1,0 +1,39 @@
+"""Masks of zeros and ones that `scaled_dot_product_attention` was given: it adds them, so they hide nothing.
+
+Read from the graph of a forward: fused attention keeps its mask there. Truth values have become 0 and minus infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ddpdebug.schema.announcements import AddedMask
+from ddpdebug.torch_internals import graph
+
+_MAX_NODES, _MAX_ELEMENTS = 20_000, 1 << 20
+_FUSED, _KEPT_AS = "ScaledDotProduct", ("attn_mask", "attn_bias")
+
+
+def added_masks(outputs: Sequence[torch.Tensor]) -> Iterator[AddedMask]:
+    """Yield the first such mask of a forward, where it is in host memory."""
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        if graph.name_of(node).startswith(_FUSED):
+            for mask in (graph.saved_tensor(node, name) for name in _KEPT_AS):
+                if mask is not None and _is_zeros_and_ones(mask):
+                    yield AddedMask(shape=tuple(mask.shape), zeros=float((mask == 0).double().mean()))
+                    return
+        below = [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
+        seen.update(below)
+        waiting += below
+
+
+def _is_zeros_and_ones(mask: torch.Tensor) -> bool:
+    if mask.device.type != "cpu" or not mask.is_floating_point() or not 0 < mask.numel() <= _MAX_ELEMENTS:
+        return False
+    ones = mask == 1
+    return bool(ones.any()) and not bool(ones.all()) and bool((ones | (mask == 0)).all())
