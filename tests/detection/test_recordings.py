@@ -29,6 +29,7 @@ _FAMILIES = sorted({recorded_runs.family(path.stem) for path in _CORPUS.glob("*.
 _LIVE = ("num301_row_of_padding", "rcp819_hand_written_huber")
 
 
+@pytest.mark.smoke  # `make recorded` is the same
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_recordings_are_judged_as_their_runs_were(family: str) -> None:
     """By the rules of today, and rightly; where a rule was changed on purpose, `--recorded --accept` says so."""

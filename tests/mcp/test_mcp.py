@@ -232,7 +232,7 @@ def test_a_file_of_a_run_that_is_a_link_out_is_not_read(root: Path) -> None:
 
 def test_answers_are_bounded(tmp_path: Path) -> None:
     """However much a run has, an answer says that it was cut, and the rest can be asked for."""
-    _write(tmp_path / "run", findings=100, steps=2000)
+    _write(tmp_path / "run", findings=100, steps=300)
     answers = Answers(Directories([tmp_path]))
     for answer in (answers.findings("run", most=20), answers.run_state("run"), answers.series("run", points=10**6)):
         text = bounded(answer)

@@ -255,6 +255,7 @@ def test_every_variable_lists_what_there_is(scraped: Any, fill: Any) -> None:
             assert {labels["rank"] for labels in found} == {"0", "1", "2", "3"}
 
 
+@pytest.mark.smoke
 def test_the_verdicts_are_right(scraped: Any, fill: Any) -> None:
     """Rank 2 is ill: it is outvoted, slow, and its NaN are skipped; nobody is missing."""
     tiles = {panel["title"]: panel["targets"][0]["expr"] for panel in panels(DASHBOARDS["overview"])}
@@ -279,6 +280,7 @@ def test_the_verdicts_are_right(scraped: Any, fill: Any) -> None:
     assert {series["metric"]["rank"] for series in found} == {"2"}
 
 
+@pytest.mark.smoke
 def test_gpu_metrics_of_another_exporter_join_by_the_name_of_the_gpu(scraped: Any) -> None:
     """As docs/monitoring.md says."""
     text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ class MaskHidesNothing(EventRule):
     """`scaled_dot_product_attention` was given a mask of the numbers 0 and 1, which it adds to the scores.
 
     Only a mask of truth values chooses; one of numbers is added, and needs minus infinity where something is hidden.
-    Looked for in the second forward, in host memory; attention that is written out is not seen.
+    Looked for in the second forward, in host memory, where attention is fused: not where it is written
+    out, and on a CPU not where it has dropout.
 
     Impact: padding or the future is attended to like everything else, and results depend on how batches are padded.
 
@@ -21,6 +22,7 @@ class MaskHidesNothing(EventRule):
 
     Causes:
     - a tokenizer's mask after `.float()` or `.to(x.dtype)`, which is 1 where a token stands
+    - `(1 - mask)` without the factor of minus infinity that turns it into a bias
     - a mask for `masked_fill`, or for a library that converts it, passed on as it is
 
     Remedy:
@@ -32,8 +34,11 @@ class MaskHidesNothing(EventRule):
     severity = Severity.WARNING
     title = "a mask of zeros and ones is added to the scores of attention, so that it hides nothing"
     events = ("attention",)
-    fires_on = Examples(lambda: Facts(topic="alone:attention", values={0: _FACT, 1: _FACT}))
-    silent_on = Examples(lambda: steps(3))
+    fires_on = Examples(
+        lambda: Facts(topic="alone:attention", values={0: _FACT, 1: _FACT}),
+        lambda: (*steps(2), Facts(topic="alone:attention", values={1: {**_FACT, "shape": [6, 8, 24, 24]}})),
+    )
+    silent_on = Examples(lambda: steps(3), lambda: steps(40))
 
     def judge(self, fact: AddedMask) -> Fields | None:
         evidence = {"mask": list(fact.shape), "zeros": round(fact.zeros, 3)}
