@@ -26,8 +26,9 @@ class MaskHidesNothing(EventRule):
     - a mask for `masked_fill`, or for a library that converts it, passed on as it is
 
     Remedy:
-    - pass truth values: `attn_mask=mask.bool()`, True where attention may look; `nn.MultiheadAttention` and
-      `nn.TransformerEncoder` take True where it must not, `key_padding_mask=~mask.bool()`
+    - pass truth values: `attn_mask=mask.bool()`, True where attention may look; for `nn.MultiheadAttention` and
+      `nn.TransformerEncoder` `key_padding_mask=~mask.bool()`, True where it must not
+    - or add minus infinity where something is hidden: `torch.zeros_like(scores).masked_fill(~mask.bool(), -torch.inf)`
     """
 
     code = "RCP823"
