@@ -232,7 +232,9 @@ def test_the_same(pair: pairs.Pair) -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("how", ["forked", pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", [pytest.param("forked", marks=pytest.mark.smoke), pytest.param("alone", marks=pytest.mark.slow)]
+)
 def test_a_real_difference_is_seen(how: str, tmp_path: Path) -> None:
     """A script that can tell the two apart is told apart; one that cannot is not."""
     same, other = tmp_path / "exit_same.py", tmp_path / "exit_other.py"

@@ -241,7 +241,7 @@ def test_answers_are_bounded(tmp_path: Path) -> None:
     assert "shortened" in json.loads(bounded(answers.findings("run", most=20)))
     (last,) = answers.findings("run", first=99)["findings"]
     assert last["id"] == "RANK101-99"
-    assert json.loads(bounded({"x": {str(n): ["y" * 999] * 999 for n in range(999)}})).keys() == {"x", "shortened"}
+    assert json.loads(bounded({"x": {str(n): ["y" * 999] * 99 for n in range(99)}})).keys() == {"x", "shortened"}
 
 
 def test_what_a_run_says_stands_in_fields_of_its_own(root: Path) -> None:

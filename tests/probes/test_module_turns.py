@@ -182,6 +182,7 @@ print(json.dumps([small.total(), large.total(), (large - small).most_common(20)]
 """
 
 
+@pytest.mark.smoke
 def test_a_step_that_is_not_checked_does_nothing_for_each_module(tmp_path: Path) -> None:
     """Twice the modules and parameters are no reason to call more; alone, as tests leave things around functions."""
     done = subprocess.run([sys.executable, "-c", _CALLS, tmp_path], capture_output=True, text=True, check=False)
