@@ -98,7 +98,10 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
 
 
 def is_moved_twice(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> bool:
-    """Return whether the targets are tokens of a forward moved by two positions; waits for a device."""
+    """Return whether the targets are tokens of a forward moved by two positions; waits for a device.
+
+    Another argument may be what they are moved by one: labels that were moved before the model moves them again.
+    """
     for tokens in _inputs(capture, target):
         wanted = target.detach().reshape(len(tokens), -1)[:, : tokens.shape[1] - 2]
         inputs = tokens[:, 2 : 2 + wanted.shape[1]]
@@ -287,7 +290,8 @@ class Leaks:
             return
         known = relation(capture, target, ignored)
         if early:
-            twice = known is None and is_moved_twice(capture, target, ignored)
+            twice = is_moved_twice(capture, target, ignored)
+            known = None if twice else known
             level.unmoved = level.unmoved + 1 if twice or not (known is None or known.moved) else 0
             if level.unmoved < _EARLY_LOOKS:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,10 @@ class MirroredRuns:
     def opened(self, name: str, *, brief: bool = False) -> Iterator[Path]:
         """Yield a copy of a run's directory."""
         self.known(name)
-        with (
-            self._store.read() as connection,
-            self._store.copied(connection, name, (RUN, f"%{FINDINGS}") if brief else ("%",)) as directory,
-        ):
+        patterns = (RUN, f"%{FINDINGS}") if brief else ("%",)
+        with ExitStack() as held:
+            with self._store.read() as connection:  # no longer than it takes to copy
+                directory = held.enter_context(self._store.copied(connection, name, patterns))
             yield directory
 
     def known(self, name: str) -> Mapping[str, Any]:

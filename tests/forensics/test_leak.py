@@ -275,3 +275,16 @@ def test_targets_that_are_moved_by_two(moved: int, labels: str, twice: bool) -> 
     more = {"none": [], "ignored at the end": [target.roll(1, 1)], "a mask": [torch.ones_like(tokens)]}[labels]
     found = leak.is_moved_twice(capture_of(Model(causal, words=14), tokens, *more), target.flatten(), -100)
     assert found is twice
+
+
+@pytest.mark.parametrize(("moved", "said"), [(1, ["twice"]), (0, [])])
+def test_labels_that_a_model_is_given_and_moves_itself(moved: int, said: list[str]) -> None:
+    """They were moved before, so that they are what the targets are moved from by one; or they are the tokens."""
+    told, ask = _asking()
+    model, whole = Model(causal, words=14), text(length=LENGTH + 1)
+    tokens, labels = whole[:, :LENGTH], whole[:, moved : LENGTH + moved]
+    for step in range(8):
+        capture = capture_of(model, tokens, labels)
+        capture.step = step
+        ask(capture, labels[:, 1:].flatten(), lambda: lambda: 3.0, step)
+    assert [fact.targets for fact in told] == said

@@ -102,6 +102,10 @@ class Series:
         """Steps from the first one to the newest, those included that were not watched."""
         return 0 if self.begun is None else self.steps[-1] - self.begun + 1
 
+    def head(self, number: int) -> list[float]:
+        """Return the first losses; none once they are no longer kept."""
+        return list(islice(self.losses, number)) if self.count <= len(self.losses) else []
+
     def restarted(self, window: int) -> bool:
         """Whether the learning rate has risen within the last steps."""
         return bool(self.risen) and self.count - self.risen < window

@@ -33,12 +33,28 @@ def _game(optimizer: int) -> tuple[Step, ...]:
     return losses(104, lambda i: 0.7 + 0.02 * sample_noise(i * i), optimizer=optimizer, **_MOVES)
 
 
+_UNDONE = (
+    "copies of the weights from before they were loaded, which the step wrote back: the optimizer's master weights",
+    "a learning rate for training from the start, without a warm-up",
+    "an optimizer state of another model or another order of parameters",
+)
+
+
+_KEEP = (
+    "load the weights before the optimizer is built, or have it copy its master weights anew after that",
+    "compare a parameter with what was loaded, before and after the first step",
+    "lower the learning rate, or warm it up",
+)
+
+
 class LossFlat(LossRule):
     """Over the window the loss shows no trend that stands out from its noise: since the first step, or after it fell.
 
     Where the targets are known, a loss is also told that stays at chance (phase `chance`): at what a model loses that
     knows how frequent the classes are (in a regression, the mean of the targets) and nothing of the inputs, although
-    the weights have moved. Where several optimizers step, or the targets never change, nothing is said of chance.
+    the weights have moved. Where the first loss was well below chance and those after one step are at it, that step has
+    undone what was learned (phase `undone`): an `error`. Where several optimizers step, or the targets never change,
+    nothing is said of chance.
 
     A plateau after the loss fell is an `info`. Where validation losses are told, a plateau on which training and
     validation loss are both stuck, high and close together is said to hint at underfitting: also an `info`, and under
@@ -151,6 +167,10 @@ class LossFlat(LossRule):
         "losses, below which a curve has no shape (`report`)",
         source="thirds of five: their medians forget two outliers",
     )
+    undone_level = Threshold(
+        0.7, "first loss as a share of chance, below which a model knows something", source="chosen: well below noise"
+    )
+    undone_steps = Threshold(8, "losses after the first step that are at chance", source="as `diverged_steps`")
     underfit_evaluations = Threshold(
         3, "evaluations on the plateau that must be there", source="as `overfit_evaluations`"
     )
@@ -172,6 +192,7 @@ class LossFlat(LossRule):
             _chance(2.3),
             *(one for one in losses(128, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES) if one.step % 3),
         ),
+        lambda: (_chance(2.3), *losses(24, lambda i: 2.3 + 0.05 * sample_noise(i * i) if i else 0.9, **_MOVES)),
         lambda: losses(48, lambda i: 2.302585),
         lambda: losses(240, lambda i: 2.3 + 0.05 * sample_noise(i)),
         lambda: losses(48, lambda i: 2.3 + 0.05 * sample_noise(i), param_norm=4.0, update_norm=1e-6),
@@ -188,6 +209,7 @@ class LossFlat(LossRule):
         ),  # has learned a little
         lambda: (_chance(2.3), *losses(104, lambda i: 2.32 - 0.001 * i, **_MOVES)),  # begins to learn
         lambda: (_chance(2.3), *losses(104, lambda i: 2.31, lr=lambda i: 1e-4 * i, **_MOVES)),  # a warm-up
+        lambda: (_chance(2.3), *losses(24, lambda i: 1.5 + 0.3 * sample_noise(i * i) if i else 0.9, **_MOVES)),
         lambda: (_chance(2.3), *losses(80, lambda i: 2.32 + 0.03 * sample_noise(i * i), **_MOVES)),
         lambda: (  # of which too few are watched
             _chance(2.3),
@@ -250,6 +272,8 @@ class LossFlat(LossRule):
         if step.step < self._next.get(key, _EVERY - 1):
             return
         self._next[key] = step.step + _EVERY
+        if self._undone(series) and self.once(step, "undone"):
+            yield self._told_undone(step, series)
         if self._at_chance(key, series) and self.once(step, "flat"):
             yield self._told_chance(step, series)
             return
@@ -301,6 +325,31 @@ class LossFlat(LossRule):
         stands = -change < self.flat_change * level or abs(errors) < self.shape_errors
         near = level <= (1 + self.chance_above) * self._chance
         return moved and stands and near and level > self._chance - below and lowest > self._chance
+
+    def _undone(self, series: Series) -> bool:
+        """Whether the model knew something of its inputs before the first step, and nothing after it."""
+        values = series.head(1 + int(self.undone_steps))
+        if not self._chance or len(self.series) > 1 or series.begun or len(values) <= self.undone_steps:
+            return False
+        return values[0] < self.undone_level * self._chance and min(values[1:]) > (1 - self.chance_above) * self._chance
+
+    def _told_undone(self, step: Step, series: Series) -> Finding:
+        return self.finding(
+            step=0,
+            last_step=step.step,
+            ranks=tuple(sorted(step.everyone)),
+            subject=("loss",),
+            phase="undone",
+            severity=Severity.ERROR,
+            title="the first step has undone what the model had learned: its loss is at chance since",
+            evidence={
+                "first_loss": series.losses[0],
+                "second_loss": series.losses[1],
+                "chance": self._chance,
+            },
+            causes=_UNDONE,
+            actions=_KEEP,
+        )
 
     def _told_chance(self, step: Step, series: Series) -> Finding:
         chance = self._chance or math.nan
