@@ -23,9 +23,10 @@ from ddpdebug.isolation.foreign import attributes_of, is_a, is_one_of, of_class
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.isolation.weak_table import WeakTable
 from ddpdebug.nested import tensors_in
+from ddpdebug.probes.epoch_pace import EpochPace
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded, IndicesDrawn, WorkersBegan
-from ddpdebug.schema.announcements import Announce, Items, RepeatedDeliveries, RepeatedOrder
+from ddpdebug.schema.announcements import Announce, Items, LeftOut, RepeatedDeliveries, RepeatedOrder
 
 _FOLLOWED = 32
 #: Epochs of a loader that are told.
@@ -61,6 +62,8 @@ class _Source:
     length: int = 0  # of the data set
     few: set[int] | None = field(default_factory=set)  # all indices so far, while they are few
     drawn: int = 0
+    pace: EpochPace | None = None
+    left_out: int | None = 0  # batches at the beginning of the epoch before; None once it was told
 
     def turn(self) -> None:
         """Begin another epoch."""
@@ -111,8 +114,22 @@ class DeliveredItems:
             if source.epochs > source.told:
                 self._tell(source)
             source.epochs += 1
+            self._look_back(source)
             source.turn()
         self._beginning = (source,)
+
+    def _look_back(self, source: _Source) -> None:
+        """Announce a loop that leaves out as many batches at the beginning of one epoch as of the one before."""
+        step, pace = self._state.next_step(), source.pace
+        source.pace = EpochPace(step)
+        if pace is None or source.left_out is None:
+            return
+        number = pace.left_out(step)
+        if not number or number != source.left_out:
+            source.left_out = number
+            return
+        source.left_out = None
+        self._announce(LeftOut(step=step, batches=number, of=pace.batches, location=source.location))
 
     def _tell(self, source: _Source) -> None:
         if not source.over and self._state.world > 1:
@@ -156,6 +173,8 @@ class DeliveredItems:
         indices, source = reading.waiting.popleft(), reading.source
         if source is None or type(indices) is not list or not indices or type(indices[0]) is not int:
             return
+        if source.pace is not None and source.left_out is not None:
+            source.pace.delivered(self._state.next_step())
         if not source.repeated:
             self._follow(source, indices)
         if not source.over and not source.followed.isdisjoint(indices):

@@ -298,6 +298,19 @@ class RepeatedDeliveries(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut(Announcement):
+    """Batches at the beginning of each epoch that a loader has delivered and that no step was taken with."""
+
+    topic: ClassVar[str] = "alone:left-out"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    batches: int  # in each of the last two epochs
+    of: int
+    location: str | None = None  # that iterates over the loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputStatistics(Announcement):
     """What the k-th DDP's first layer with weights was given in its first training forwards."""
 
@@ -1110,6 +1123,7 @@ TOPICS = _by_topic(
         RepeatedNumbers,
         RepeatedOrder,
         RepeatedDeliveries,
+        LeftOut,
         Targets,
         LossSettings,
         Gathered,

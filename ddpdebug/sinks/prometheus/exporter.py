@@ -80,7 +80,7 @@ _RECENT = 1000
 #: What the codes begin with of what ranks announce once (`detectors/kinds.py`, `EventRule`), whose findings are never
 #: over; a test compares them with the rules, which a rank does not load.
 TOLD_ONCE = (
-    *("FAIL", "HANG", "MEM401", "DATA903", "DATA907"),
+    *("FAIL", "HANG", "MEM401", "DATA903", "DATA907", "DATA911"),
     *("RCP801", "RCP802", "RCP803", "RCP805", "RCP806", "RCP810", "RCP811", "RCP812", "RCP817", "RCP819", "RCP82"),
 )
 #: So many different kinds of ranks are kept, and for so many seconds, before they are counted for each rank.
