@@ -140,6 +140,7 @@ class ClipBeforeUnscale(StepHabit):
         lambda: steps(2, flags=Flag.CLIPPED_SCALED),
     )
 
-    def describe(self, about: ScaledClip) -> dict[str, Any] | None:
-        found = super().describe(about)
-        return found if found is None else {**found, **_OTHERS.get("idle" if about.idle else about.instead, {})}
+    def describe(self, about: ScaledClip) -> dict[str, Any]:
+        evidence = {"scale": about.scale} if about.scale is not None else {}
+        kind = _OTHERS.get("idle" if about.idle else about.instead, {})
+        return {"location": about.location, "evidence": evidence, **kind}
