@@ -103,6 +103,9 @@ def is_moved_twice(capture: ForwardCapture, target: torch.Tensor, ignored: int) 
     Another argument may be what they are moved by one: labels that were moved before the model moves them again.
     """
     for tokens in _inputs(capture, target):
+        once = _relation(tokens, target, ignored)
+        if once is not None and once.moved:  # rows of one token
+            continue
         wanted = target.detach().reshape(len(tokens), -1)[:, : tokens.shape[1] - 2]
         inputs = tokens[:, 2 : 2 + wanted.shape[1]]
         counted = wanted != ignored

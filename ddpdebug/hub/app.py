@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -313,16 +312,16 @@ def create(
 
 
 def _asked(store: Store) -> Any:
-    """Return what answers over the Model Context Protocol; None where its package is not there."""
-    if find_spec("mcp") is None:
+    """Return what answers over the Model Context Protocol; None where its package is not there, or is another one."""
+    try:
+        from ddpdebug.hub.asked import Asked  # noqa: PLC0415 - an extra
+    except ImportError:
         return None
-    from ddpdebug.hub.asked import Asked  # noqa: PLC0415 - an extra
-
     return Asked(store, _BODY_SECONDS)
 
 
 async def _unasked(_: Request) -> Response:
-    return JSONResponse({"error": "this needs mcp; install it with: pip install 'ddpdebug[mcp]'"}, 501)
+    return JSONResponse({"error": "this needs mcp, of this release; install it with: pip install 'ddpdebug[mcp]'"}, 501)
 
 
 async def _for_ever(look: Callable[[], Awaitable[None]], every: float, say: Callable[[str], None], what: str) -> None:

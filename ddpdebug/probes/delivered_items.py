@@ -242,6 +242,8 @@ class DeliveredItems:
         if event.failed:  # a batch of workers is lost, and the script may go on
             reading.broken = reading.source.workers
             return
+        if reading.source.pace is not None:
+            reading.source.pace.whole = True
         if not event.failed and not reading.source.compared:
             self._compare(reading.source)
         if not event.failed and reading.source.epochs > reading.source.told:

@@ -18,6 +18,7 @@ class EpochPace:
 
     began: int
     batches: int = 0
+    whole: bool = False  # the loader was exhausted
     _at: int = -1  # step that was next at the last batch
     _here: int = 0  # batches since then, that one included
     _lead: int = 0  # before the first step
@@ -43,10 +44,10 @@ class EpochPace:
     def left_out(self, step: int) -> int:
         """Return how many batches were drawn first and not trained on, now that `step` is the next one; 0: not known.
 
-        A loop that fetches ahead draws some first as well, and trains on these in the end.
+        A loop that fetches ahead draws some first as well, and trains on these in the end, unless it breaks off.
         """
         lead = self._lead - self._each
-        if self._each < 1 or self._groups < _GROUPS or lead < _LEAST:
+        if not self.whole or self._each < 1 or self._groups < _GROUPS or lead < _LEAST:
             return 0
         trained = (step - self.began) * self._each
         return lead if 0 <= self.batches - lead - trained < self._each else 0

@@ -288,3 +288,12 @@ def test_labels_that_a_model_is_given_and_moves_itself(moved: int, said: list[st
         capture.step = step
         ask(capture, labels[:, 1:].flatten(), lambda: lambda: 3.0, step)
     assert [fact.targets for fact in told] == said
+
+
+def test_rows_of_one_token_are_not_moved_twice() -> None:
+    """They are the same moved by one position and by two."""
+    tokens = torch.arange(1, 5)[:, None].expand(4, LENGTH).contiguous()
+    target = tokens.clone()
+    target[:, -2:] = -100
+    capture = capture_of(Model(causal, words=14), tokens)
+    assert not leak.is_moved_twice(capture, target.flatten(), -100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_a_question_that_does_not_come(runs: Path, tmp_path: Path, monkeypatch: 
 
 def test_without_the_package_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it."""
-    monkeypatch.setattr(hub_app, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "ddpdebug.hub.asked", None)
     with serving(hub_app.create(Store(tmp_path / "hub.sqlite"), Auth())) as site:
         answer = httpx2.post(f"{site.address}/mcp", json=_CALL, timeout=300)
         assert answer.status_code == 501

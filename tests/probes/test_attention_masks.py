@@ -27,6 +27,11 @@ def test_a_mask_of_zeros_and_ones(dtype: torch.dtype) -> None:
     assert found.zeros == pytest.approx(1 / 3)
 
 
+def test_a_triangle() -> None:
+    """The mask of a text, by which a token sees the ones before it."""
+    assert len(list(added_masks([_attended(torch.ones(6, 6).tril())]))) == 1
+
+
 @pytest.mark.parametrize(
     "mask",
     [
@@ -36,6 +41,7 @@ def test_a_mask_of_zeros_and_ones(dtype: torch.dtype) -> None:
         torch.zeros(2, 1, 6, 6),
         torch.ones(2, 1, 6, 6),  # changes nothing
         torch.linspace(-1, 1, 36).reshape(6, 6),  # a bias
+        (torch.arange(6)[:, None] + torch.arange(6)).remainder(3).eq(0).float(),  # the edges of a graph
     ],
 )
 def test_other_masks(mask: torch.Tensor | None) -> None:

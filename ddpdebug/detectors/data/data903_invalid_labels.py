@@ -32,7 +32,7 @@ _FACT = {
 
 
 _ZEROS = (
-    "targets of 0 and 1 for a loss that knows 1 and -1: for 0 it has no case, so such pairs are never pushed apart",
+    "targets of 0 and 1 for a loss that knows 1 and -1: it has no case for 0, and such samples are not pushed apart",
 )
 _CASES = {
     "kind": "cases",

@@ -12,8 +12,8 @@ _FACT = {"step": 22, "batches": 10, "of": 16, "location": "train.py:36"}
 class BatchesLeftOut(EventRule):
     """In two epochs in a row the same number of batches was drawn first, and no step was taken with them.
 
-    Batches that are fetched ahead are trained on later and do not count. What a sampler leaves out, without drawing
-    it, is not seen.
+    Batches that are fetched ahead are trained on later and do not count, nor do epochs that are broken off. What a
+    sampler leaves out, without drawing it, is not seen.
 
     Impact: these samples are never trained on where the order is fixed, and fewer steps are taken than planned.
 

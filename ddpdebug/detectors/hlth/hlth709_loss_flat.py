@@ -106,7 +106,7 @@ class LossFlat(LossRule):
     )
     chance_steps = Threshold(
         96,
-        "steps at chance, since the learning rate has risen, until a report; half of them are watched",
+        "steps at chance, since the learning rate has risen, until a report, of which half at least were watched",
         source="chosen: healthy classifiers of the corpus have left it after 30",
     )
     flat_certain = Threshold(
@@ -166,6 +166,9 @@ class LossFlat(LossRule):
         16,
         "losses, below which a curve has no shape (`report`)",
         source="thirds of five: their medians forget two outliers",
+    )
+    undone_errors = Threshold(
+        8, "times the noise of the later losses by which the first one is lower", source="chosen: no single easy batch"
     )
     undone_level = Threshold(
         0.7, "first loss as a share of chance, below which a model knows something", source="chosen: well below noise"
@@ -328,10 +331,13 @@ class LossFlat(LossRule):
 
     def _undone(self, series: Series) -> bool:
         """Whether the model knew something of its inputs before the first step, and nothing after it."""
-        values = series.head(1 + int(self.undone_steps))
-        if not self._chance or len(self.series) > 1 or series.begun or len(values) <= self.undone_steps:
+        first, *later = series.head(1 + int(self.undone_steps)) or [math.nan]
+        if not self._chance or len(self.series) > 1 or len(later) < self.undone_steps or series.steps[1] != 1:
             return False
-        return values[0] < self.undone_level * self._chance and min(values[1:]) > (1 - self.chance_above) * self._chance
+        apart = statistics.median(later) - first > self.undone_errors * noise(later)
+        return (
+            first < self.undone_level * self._chance and min(later) > (1 - self.chance_above) * self._chance and apart
+        )
 
     def _told_undone(self, step: Step, series: Series) -> Finding:
         return self.finding(

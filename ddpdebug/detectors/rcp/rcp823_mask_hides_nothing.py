@@ -13,8 +13,8 @@ class MaskHidesNothing(EventRule):
     """`scaled_dot_product_attention` was given a mask of the numbers 0 and 1, which it adds to the scores.
 
     Only a mask of truth values chooses; one of numbers is added, and needs minus infinity where something is hidden.
-    Looked for in the second forward, in host memory, where attention is fused: not where it is written
-    out, and on a CPU not where it has dropout.
+    Looked for in the second forward, in host memory, for a mask of padding or a triangle, where attention is
+    fused: not where it is written out, and on a CPU not where it has dropout or the mask a gradient.
 
     Impact: padding or the future is attended to like everything else, and results depend on how batches are padded.
 
@@ -23,6 +23,7 @@ class MaskHidesNothing(EventRule):
     Causes:
     - a tokenizer's mask after `.float()` or `.to(x.dtype)`, which is 1 where a token stands
     - `(1 - mask)` without the factor of minus infinity that turns it into a bias
+    - intended: a bias of 0 and 1
     - a mask for `masked_fill`, or for a library that converts it, passed on as it is
 
     Remedy:

@@ -33,7 +33,11 @@ def added_masks(outputs: Sequence[torch.Tensor]) -> Iterator[AddedMask]:
 
 
 def _is_zeros_and_ones(mask: torch.Tensor) -> bool:
+    """Whether a mask of zeros and ones is one of padding, the same for each query, or of order; others are a bias."""
     if mask.device.type != "cpu" or not mask.is_floating_point() or not 0 < mask.numel() <= _MAX_ELEMENTS:
         return False
     ones = mask == 1
-    return bool(ones.any()) and not bool(ones.all()) and bool((ones | (mask == 0)).all())
+    if not bool(ones.any()) or bool(ones.all()) or not bool((ones | (mask == 0)).all()) or mask.dim() < 2:
+        return False
+    padding = bool((ones == ones[..., :1, :]).all())
+    return padding or torch.equal(ones, ones.tril()) or torch.equal(ones, ones.triu())

@@ -19,6 +19,7 @@ from ddpdebug.torch_internals import graph, is_sink
 _MAX_NODES = 64
 _MAX_POINTWISE = 16
 _MAX_LABELS = 1 << 16
+_LEAST_CASES = 32  # targets among which a case that none has is missing, and not left out by chance
 _MAX_ROWS = 16
 _MEAN, _SUM = 1, 2
 _ROUNDING = 0.01  # of the sum of a distribution in 16 bits
@@ -463,35 +464,35 @@ def _range(values: torch.Tensor | None) -> tuple[float, float] | None:
 def _cases(node: Any) -> TargetCases | None:
     """Return how many targets are neither 1 nor -1 of a loss that has a case for each of the two, and for no other.
 
-    torch's `cosine_embedding_loss` is the mean of two choices, one by "is 1" and one by "is -1"; that of
-    `hinge_embedding_loss` by "is not -1" and "is not 1". They are each other's complement where all targets are one of
-    these. By hand somebody may leave pairs out on purpose: it counts only where one of the cases is that of no target,
-    or of all, and the other is not.
+    Some may be left out on purpose: it counts only where no target of many is -1.
     """
-    if graph.name_of(node) in _SIGNED:
-        target = _at_hand(graph.saved_tensor(node, "target"))
-        return None if target is None else _counted("SoftMargin", int((target == 0).sum()), target.numel())
+    if graph.name_of(node) not in _SIGNED:
+        return _choices(node)
+    target = _at_hand(graph.saved_tensor(node, "target"))
+    if target is None or target.numel() < _LEAST_CASES or bool((target < 0).any()):
+        return None
+    return TargetCases(loss="SoftMargin", neither=int((target == 0).sum()), targets=target.numel())
+
+
+def _choices(node: Any) -> TargetCases | None:
+    """Return the same of a mean of two choices.
+
+    torch's `cosine_embedding_loss` chooses by "is 1" and by "is -1", `hinge_embedding_loss` by "is not -1" and by "is
+    not 1", each with a margin in one of the two.
+    """
     made = node.next_functions[0][0] if graph.name_of(node) in _MEANS else None
-    choices = [] if made is None or graph.name_of(made) != "AddBackward0" else [b for b, _ in made.next_functions]
-    if [graph.name_of(choice) for choice in choices if choice is not None] != ["WhereBackward0"] * 2:
+    pair = [] if made is None or graph.name_of(made) != "AddBackward0" else [b for b, _ in made.next_functions]
+    if [graph.name_of(choice) for choice in pair if choice is not None] != ["WhereBackward0"] * 2:
         return None
-    margins = [_is_margin(choice) for choice in choices]
-    first, second = (_at_hand(graph.saved_tensor(choice, "condition")) for choice in choices)
-    if first is None or second is None or first.shape != second.shape or sum(margins) != 1:
+    first, second = (_at_hand(graph.saved_tensor(choice, "condition")) for choice in pair)
+    if first is None or second is None or first.dim() != 1 or not len(first) == len(second) >= _LEAST_CASES:
         return None
-    same, shares = first == second, {float(each.double().mean()) for each in (first, second)}
-    if not shares & {0.0, 1.0} or shares <= {0.0, 1.0}:
-        return None
-    both = bool((first & second).any())
-    return _counted("HingeEmbedding" if both else "CosineEmbedding", int(same.sum()), first.numel())
-
-
-def _counted(loss: str, neither: int, targets: int) -> TargetCases:
-    return TargetCases(loss=loss, neither=neither, targets=targets)
-
-
-def _is_margin(choice: Any) -> bool:
-    return any([b is not None and graph.name_of(b) == "ClampMinBackward0" for b, _ in choice.next_functions])
+    below = [[graph.name_of(b) for b, _ in choice.next_functions if b is not None] for choice in pair]
+    if below == [["SubBackward0"], ["ClampMinBackward0"]] and bool(first.any()) and not bool(second.any()):
+        return TargetCases(loss="CosineEmbedding", neither=int((~first).sum()), targets=len(first))
+    if below[0] == ["ClampMinBackward0"] and len(below[1]) == 1 and bool(second.all()) and not bool(first.all()):
+        return TargetCases(loss="HingeEmbedding", neither=int(first.sum()), targets=len(first))
+    return None
 
 
 def _at_hand(values: torch.Tensor | None) -> torch.Tensor | None:
