@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ddpdebug.schema.announcements import AddedMask
-from ddpdebug.torch_internals import graph
+from ddpdebug.torch_internals import graph, is_plain
 
 _MAX_NODES, _MAX_ELEMENTS = 20_000, 1 << 20
 _FUSED, _KEPT_AS = "ScaledDotProduct", ("attn_mask", "attn_bias")
@@ -34,7 +34,8 @@ def added_masks(outputs: Sequence[torch.Tensor]) -> Iterator[AddedMask]:
 
 def _is_zeros_and_ones(mask: torch.Tensor) -> bool:
     """Whether a mask of zeros and ones is one of padding, the same for each query, or of order; others are a bias."""
-    if mask.device.type != "cpu" or not mask.is_floating_point() or not 0 < mask.numel() <= _MAX_ELEMENTS:
+    known = is_plain(mask) and mask.device.type == "cpu" and mask.is_floating_point()
+    if not known or not 0 < mask.numel() <= _MAX_ELEMENTS:
         return False
     ones = mask == 1
     if not bool(ones.any()) or bool(ones.all()) or not bool((ones | (mask == 0)).all()) or mask.dim() < 2:

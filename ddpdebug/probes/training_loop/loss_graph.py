@@ -14,7 +14,7 @@ import torch
 
 from ddpdebug.probes import async_copy as device
 from ddpdebug.schema.announcements import LossBroadcast, LossInput, SoftmaxOfOne, TargetCases, TargetRange
-from ddpdebug.torch_internals import graph, is_sink
+from ddpdebug.torch_internals import graph, is_plain, is_sink
 
 _MAX_NODES = 64
 _MAX_POINTWISE = 16
@@ -496,8 +496,9 @@ def _choices(node: Any) -> TargetCases | None:
 
 
 def _at_hand(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Return values that may be looked at: in host memory, and not many."""
-    return None if values is None or values.device.type != "cpu" or not 0 < values.numel() <= _MAX_LABELS else values
+    """Return values that may be looked at: in host memory, not many, and of no class that asks other ranks for them."""
+    known = values is not None and is_plain(values) and values.device.type == "cpu"
+    return values if known and values is not None and 0 < values.numel() <= _MAX_LABELS else None
 
 
 def _spreads(node: Any) -> Iterator[LossBroadcast]:
