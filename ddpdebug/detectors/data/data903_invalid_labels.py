@@ -34,6 +34,7 @@ _FACT = {
 _ZEROS = (
     "targets of 0 and 1 for a loss that knows 1 and -1: it has no case for 0, and such samples are not pushed apart",
 )
+_SIGNS = ("pass `2 * target - 1`: 1 where the two belong together, -1 where they do not",)
 _CASES = {
     "kind": "cases",
     "step": 0,
@@ -70,7 +71,6 @@ class InvalidLabels(EventRule):
     Remedy:
     - remap labels in the dataset and convert with `.long()`; pass `ignore_index`; resize label maps with
       `mode="nearest"`; call the model's resize function for its embeddings after tokens were added
-    - `2 * target - 1` where the loss knows 1 and -1
     - assert the range in collate, where the sample's id is still known
     """
 
@@ -100,7 +100,7 @@ class InvalidLabels(EventRule):
     def judge(self, fact: TargetRange | TargetCases | Failure) -> Fields | None:
         if isinstance(fact, TargetCases):
             evidence = {"targets": fact.targets, "neither_1_nor_-1": fact.neither, "allowed": [-1, 1]}
-            return {"subject": (fact.loss,), "evidence": evidence, "causes": _ZEROS}
+            return {"subject": (fact.loss,), "evidence": evidence, "causes": _ZEROS, "actions": _SIGNS}
         if isinstance(fact, TargetRange):
             if fact.low >= 0 and fact.high <= 1:  # a probability
                 return None
