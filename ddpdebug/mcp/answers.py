@@ -260,8 +260,9 @@ class Answers:
         }
 
     def _about(self, name: str) -> dict[str, Any]:
-        about = {"run": name, **self._runs.known(name)}
+        about: dict[str, Any] = {"run": name}
         try:
+            about |= self._runs.known(name)
             with self._runs.opened(name, brief=True) as directory:
                 known, found = read_run(directory), read_findings(directory)
         except (OSError, ValueError, UsageError) as error:

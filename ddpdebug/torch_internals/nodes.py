@@ -32,6 +32,10 @@ def _far(x: torch.Tensor) -> torch.Tensor:
     return torch.cdist(torch.ones(30, 2) * x[0], torch.ones(30, 2))
 
 
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
 _LOSS: Mapping[str, Make] = {
     "NllLossBackward0": lambda x: functional.nll_loss(x, _labels()),
     "NllLoss2DBackward0": lambda x: functional.nll_loss(x[None], _labels()[None]),
@@ -89,6 +93,7 @@ _LOSS: Mapping[str, Make] = {
     "SigmoidBackward0": lambda x: x.sigmoid(),
     "TanhBackward0": lambda x: x.tanh(),
     "SoftmaxBackward0": lambda x: x.softmax(0),
+    "ScaledDotProductFlashAttentionForCpuBackward0": lambda x: _attended(x[None, None]),
 }
 #: Of these the kind is enough: the line of the source is looked for that makes such a node.
 _KINDS: Mapping[str, Make] = {

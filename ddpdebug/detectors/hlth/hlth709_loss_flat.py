@@ -276,6 +276,7 @@ class LossFlat(LossRule):
             return
         self._next[key] = step.step + _EVERY
         if self._undone(series) and self.once(step, "undone"):
+            self.once(step, "flat")  # that is why it is at chance
             yield self._told_undone(step, series)
         if self._at_chance(key, series) and self.once(step, "flat"):
             yield self._told_chance(step, series)

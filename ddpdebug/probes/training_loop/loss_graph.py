@@ -497,8 +497,9 @@ def _choices(node: Any) -> TargetCases | None:
 
 def _at_hand(values: torch.Tensor | None) -> torch.Tensor | None:
     """Return values that may be looked at: in host memory, not many, and of no class that asks other ranks for them."""
-    known = values is not None and is_plain(values) and values.device.type == "cpu"
-    return values if known and values is not None and 0 < values.numel() <= _MAX_LABELS else None
+    if values is None or not is_plain(values) or values.device.type != "cpu":
+        return None
+    return values if 0 < values.numel() <= _MAX_LABELS else None
 
 
 def _spreads(node: Any) -> Iterator[LossBroadcast]:
