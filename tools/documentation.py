@@ -37,7 +37,8 @@ _FINDINGS_HEAD = """\
 # Findings
 
 Each code with its severity, its title and its impact. `ddpdebug explain CODE` prints the whole runbook: what was
-measured, how to look closer, causes (the likeliest first) and remedies.
+measured, how to look closer, causes and remedies. A finding shows those first that its phase and its evidence speak
+for.
 
 Severities: `critical` (the run is wrong or dead from this step on), `error` (wrong in part), `warning` (a person should
 look), `info` (worth knowing; never fails a check). Codes marked `preflight` are found by `ddpdebug preflight`, not

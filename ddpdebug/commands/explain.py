@@ -11,6 +11,7 @@ from ddpdebug.commands._target import plain_console
 from ddpdebug.detectors.nature import usual
 from ddpdebug.detectors.pages import Page, pages
 from ddpdebug.errors import UsageError, did_you_mean
+from ddpdebug.schema.likeliest import untagged
 
 _TEXT = """Print what a finding code means: impact, how to look closer, likely causes, what to do.
 
@@ -53,6 +54,8 @@ def _print_page(page: Page) -> None:
     for name, paragraphs in page.sections():
         console.print()
         console.print(Text(name, "bold cyan"))
+        if name == "causes" and any(untagged(paragraph) != paragraph for _, paragraph in paragraphs):
+            console.print(Text("  (before a colon: the phase, or words of the evidence, that speak for it)", "dim"))
         for lead, paragraph in paragraphs:
             text = fill(paragraph, console.width, initial_indent=f"  {lead}", subsequent_indent="  " + " " * len(lead))
             console.print(Text(text), soft_wrap=True)

@@ -99,7 +99,8 @@ class Detector:
     """A rule: reads steps, yields findings. May remember earlier steps; may not touch torch, clocks, randomness, I/O.
 
     The class docstring is the runbook: the first paragraph is the meaning, then the sections `Impact:`,
-    `Diagnosis:`, `Causes:` (one per line, `-` bullets, most likely first) and `Remedy:`.
+    `Diagnosis:`, `Causes:` (one per line, `-` bullets, most likely first) and `Remedy:`. A cause and its remedy may
+    begin with the words of a finding that speak for them: `schema/likeliest.py`.
 
     Most rules are of a kind (`kinds.py`) and fill in its hooks; a bare rule overrides `detect`. It is given every step
     exactly once, in order, but for those that do not show what it `reads`. One that needs more than the row names it in
@@ -112,6 +113,8 @@ class Detector:
     code: ClassVar[str]
     severity: ClassVar[Severity]
     title: ClassVar[str]
+    #: Phase -> the title of a finding of it, where that of all says less.
+    titles: ClassVar[Mapping[str, str]] = {}
     #: Detail kinds to collect from every rank before `detect` is called.
     wants: ClassVar[tuple[str, ...]] = ()
     #: The details are wanted of every step that `suspects` names, also while a cause is open.
@@ -215,7 +218,7 @@ class Detector:
             fields["evidence"] = {UNDECIDED: list(map(list, ranks.undecided)), **fields.get("evidence", {})}
         prose = runbook(type(self))
         fields.setdefault("severity", self.severity)
-        fields.setdefault("title", self.title)
+        fields.setdefault("title", self.titles.get(fields.get("phase") or "", self.title))
         fields.setdefault("causes", prose["causes"])
         fields.setdefault("actions", prose["remedy"])
         fields.setdefault("last_step", fields.get("step"))

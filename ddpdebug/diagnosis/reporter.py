@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +9,9 @@ from typing import Any
 
 from ddpdebug.clock import utc_now
 from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.likeliest import likeliest_first
 from ddpdebug.sinks import FindingIgnored, FindingRaised, Record
 from ddpdebug.sinks.fanout import InOrder
-
-_TAG = re.compile(r"`([\w -]+)`: ")
 
 
 class Reporter:
@@ -61,13 +59,12 @@ class Reporter:
     def _stamped(self, finding: Finding, *, new: bool) -> Finding:
         key = key_of(finding)
         known = self._known.get(key)
-        evidence = {**finding.evidence, **self._extra.get(key, {})}
-        fits = (*(["bit flip"] if evidence.get("flipped_bits") else []), finding.phase)
+        finding = replace(finding, evidence={**finding.evidence, **self._extra.get(key, {})})
+        causes, actions = likeliest_first(finding)
         stamped = self._known[key] = replace(
             finding,
-            evidence=evidence,
-            causes=likeliest_first(finding.causes, fits),
-            actions=likeliest_first(finding.actions, fits),
+            causes=causes,
+            actions=actions,
             time=self._clock() if known is None else known.time,
             run=self.run_id,
         )
@@ -94,20 +91,6 @@ def key_of(finding: Finding) -> str:
     """Return the id that `Incidents` has given to a finding: within a run it names it, on every rank alike."""
     assert finding.id is not None, "a finding that no incident has admitted"
     return finding.id
-
-
-def likeliest_first(texts: Sequence[str], fits: Sequence[str | None]) -> list[str]:
-    """Order causes or remedies by a finding's own evidence.
-
-    One may begin with what it is the likeliest in, a phase or `bit flip` in backticks and a colon. What fits the
-    finding comes first, in the order of `fits`, and what belongs to something else last.
-    """
-
-    def place(text: str) -> int:
-        known = _TAG.match(text)
-        return len(fits) if known is None else fits.index(known[1]) if known[1] in fits else len(fits) + 1
-
-    return sorted(texts, key=place)
 
 
 def unravel(flat: int, shape: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ddpdebug.errors import essence
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
+from ddpdebug.schema.likeliest import untagged
 from ddpdebug.schema.progress import ranks_in
 
 SEPARATOR = " · "
@@ -42,6 +43,7 @@ _GOES_ON = re.compile(r"(?:^| )(?:after|at|by|from|in|of|on|step|to|with)$")
 _LONG = frozenset(
     {
         "digests",
+        "bytes_per_step",
         "samples",
         "consequences",
         "stacks",
@@ -54,8 +56,6 @@ _LONG = frozenset(
     }
 )
 _DIGEST = re.compile(r"\b[0-9a-f]{8}(?:[0-9a-f]{8})?\b")
-#: The phase, or the evidence, that a cause is the likeliest in; it is first there.
-_UNTAGGED = re.compile(r"^`[\w -]+`: ")
 #: Evidence that is the text of an error: on a line of its own, as people search for it.
 _ERRORS, _MAX_ERROR = ("error", "their_error"), 400
 _MAX_PATH = 4096
@@ -273,7 +273,7 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
     explain = f"ddpdebug explain {clean(finding.code, 20)}"
     brief = finding.severity is Severity.INFO
     causes = [] if brief else [clean(cause, 400) for cause in finding.causes[:_MAX_CAUSES]]
-    actions = [] if brief else [clean(_UNTAGGED.sub("", action), 400) for action in finding.actions[:1]]
+    actions = [] if brief else [clean(untagged(action), 400) for action in finding.actions[:1]]
     bundle = finding.evidence.get(BUNDLE)
     replay = [f"ddpdebug replay {clean(bundle, _MAX_PATH)}"] if isinstance(bundle, str) and not brief else []
     found = [
@@ -312,7 +312,7 @@ def brief(finding: Finding, world: int | None = None) -> list[Part]:
 
 def first_cause(finding: Finding) -> str:
     """Return the likeliest cause, without the phase that it is the likeliest in."""
-    return clean(_UNTAGGED.sub("", finding.causes[0]), 400) if finding.causes else ""
+    return clean(untagged(finding.causes[0]), 400) if finding.causes else ""
 
 
 def _figures(finding: Finding, world: int | None) -> list[str]:
@@ -350,7 +350,7 @@ def _simple(key: str, value: Any) -> str:
         return "" if _DIGEST.search(text) else f"{label}: {text}" * bool(text)
     if isinstance(value, Mapping):
         inner = next((one for one in value.values() if isinstance(one, Mapping)), value)
-        return _value(_first_two(inner))
+        return SEPARATOR.join(_labelled(str(name), one) for name, one in _first_two(inner).items())
     if isinstance(value, list) and value and _is_tensor(value[0]):
         return f"{label}: {_value(value[0])}"
     if isinstance(value, list | tuple):

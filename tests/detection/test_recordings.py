@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from recorded_runs import Recording
 _SCORE = Path(__file__).with_name("score.py")
 _CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 _FAMILIES = sorted({recorded_runs.family(path.stem) for path in _CORPUS.glob("*.py")})
+_CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text())
 #: A fault that needs details of a step, and one that a rank announces.
 _LIVE = ("num301_row_of_padding", "rcp819_hand_written_huber")
 
@@ -35,18 +37,23 @@ def test_recordings_are_judged_as_their_runs_were(family: str) -> None:
     """By the rules of today, and rightly; where a rule was changed on purpose, `--recorded --accept` says so."""
     found = [one for one in recorded_runs.read(recorded_runs.FOLDER, family, _CORPUS) if not one.stale]
     assert found, "no run of this family has a recording of today: make recordings"
-    otherwise, wrong = {}, {}
+    otherwise, wrong, misled = {}, {}, {}
     for one in found:
         findings = recorded_runs.judge(one)
         before, now = ([*map(recorded_runs.decided, judged)] for judged in (one.findings, findings))
         if before != now:
             otherwise[one.name] = (before, now)
-        result = score.Result(score.load(_CORPUS / f"{one.script}.py"), one.fault, findings, seconds=0.0)
+        case = score.load(_CORPUS / f"{one.script}.py")
+        result = score.Result(case, one.fault, findings, seconds=0.0)
         result.judge()
         if result.problems:
             wrong[one.name] = result.problems
+        shown = [finding.causes[0] for finding in findings if finding.code in case.codes and finding.causes]
+        if one.fault and not any(_CAUSES.get(one.script, "") in cause for cause in shown):
+            misled[one.script] = shown
     assert otherwise == {}
     assert wrong == {}
+    assert misled == {}
 
 
 def test_recordings_stay_small() -> None:

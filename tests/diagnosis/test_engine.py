@@ -866,13 +866,13 @@ def test_a_loss_whose_model_was_not_looked_at() -> None:
 
 def test_causes_are_ordered_by_the_finding() -> None:
     """Those of its phase first, then those of any phase, then those of others; a flipped bit comes before all."""
-    causes = ["`load`: a", "any", "`init`: b", "`bit flip`: c"]
+    causes = ["`load`: a", "any", "`init`: b", "`flipped bits`: c"]
     records: list[Any] = []
     reporter = Reporter(records.append, lambda: "now")
     finding = Finding(
         code="RANK101", severity=Severity.CRITICAL, title="t", phase="init", causes=causes, actions=causes, id="x"
     )
     reporter.report([(finding, True)])
-    assert list(records[-1].finding.causes) == ["`init`: b", "any", "`load`: a", "`bit flip`: c"]
+    assert list(records[-1].finding.causes) == ["`init`: b", "any", "`load`: a", "`flipped bits`: c"]
     reporter.add("x", {"flipped_bits": [3]})
-    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`bit ", "`init"]
+    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`flip", "any"]

@@ -223,7 +223,9 @@ def test_an_element_that_differs_by_a_bit_is_called_a_bit_flip() -> None:
     terminal = Terminal(0, stream)
     terminal.write(FindingRaised(finding=FINDING))
     bits = {"index": [4], "values": {"0": 0.5, "2": 1.0}, "flipped_bits": [23], "dtype": "float32"}
-    terminal.write(FindingRaised(finding=replace(FINDING, evidence=bits, causes=["`bit flip`: the memory"]), new=False))
+    terminal.write(
+        FindingRaised(finding=replace(FINDING, evidence=bits, causes=["`flipped bits`: the memory"]), new=False)
+    )
     assert "bit 23 of float32 is flipped" in stream.writes[-1]
     assert stream.writes[-1].endswith("; the memory\n")
 

@@ -31,10 +31,6 @@ _FACT = {
 }
 
 
-_ZEROS = (
-    "targets of 0 and 1 for a loss that knows 1 and -1: it has no case for 0, and such samples are not pushed apart",
-)
-_SIGNS = ("pass `2 * target - 1`: 1 where the two belong together, -1 where they do not",)
 _CASES = {
     "kind": "cases",
     "step": 0,
@@ -61,16 +57,23 @@ class InvalidLabels(EventRule):
     sample. Compare the label map with the size of the last layer.
 
     Causes:
+    - `labels from`, `labels to`: targets of -1 and 1, or 0 and 255, for a binary loss, which expects 0 to 1; label maps
+      resized with interpolation
+    - `neither 1 nor -1`: targets of 0 and 1 for a loss that knows 1 and -1 (`cosine_embedding_loss`,
+      `hinge_embedding_loss`, `soft_margin_loss`): it has no case for 0, and such samples are not pushed apart
+    - `Target -1`, `Target 255`: an ignore value other than -100, such as 255 in segmentation maps, without
+      `ignore_index=255`
     - labels that start at 1, or an extra class (background, unknown) that the head lacks
-    - an ignore value other than -100, such as 255 in segmentation maps, without `ignore_index=255`
     - a tokenizer with more entries than the embedding or the head
-    - targets 0 and 255, or -1 and 1, for a binary loss; label maps resized with interpolation
-    - targets 0 and 1 for a loss of 1 and -1 (`cosine_embedding_loss`, `hinge_embedding_loss`, `soft_margin_loss`)
     - a label column of strings or floats that was converted carelessly
 
     Remedy:
-    - remap labels in the dataset and convert with `.long()`; pass `ignore_index`; resize label maps with
-      `mode="nearest"`; call the model's resize function for its embeddings after tokens were added
+    - `labels from`, `labels to`: bring targets to 0 and 1: `(target + 1) / 2` for -1 and 1, `target / 255` for bytes;
+      resize label maps with `mode="nearest"`
+    - `neither 1 nor -1`: pass `2 * target - 1`: 1 where the two belong together, -1 where they do not
+    - `Target -1`, `Target 255`: pass that value as `ignore_index`
+    - number classes from 0 in the dataset and convert with `.long()`; call the model's resize function for its
+      embeddings after tokens were added
     - assert the range in collate, where the sample's id is still known
     """
 
@@ -100,7 +103,7 @@ class InvalidLabels(EventRule):
     def judge(self, fact: TargetRange | TargetCases | Failure) -> Fields | None:
         if isinstance(fact, TargetCases):
             evidence = {"targets": fact.targets, "neither_1_nor_-1": fact.neither, "allowed": [-1, 1]}
-            return {"subject": (fact.loss,), "evidence": evidence, "causes": _ZEROS, "actions": _SIGNS}
+            return {"subject": (fact.loss,), "evidence": evidence}
         if isinstance(fact, TargetRange):
             if fact.low >= 0 and fact.high <= 1:  # a probability
                 return None

@@ -63,15 +63,17 @@ class RepeatedBatch(Detector):
     single-batch overfit test is of course intended.
 
     Causes:
-    - `next(iter(loader))` inside the training loop, which starts from the beginning every time
+    - `workers`: a stream that starts from the same position in each worker
+    - `next(iter(loader))` inside the training loop, which starts from the beginning every time, or one batch that is
+      kept and used in each step
     - a debug setting left on: overfit one batch, limited samples
     - a data set that is much smaller than believed: a wrong path, a filter, a cached subset
-    - a stream that starts again from the same position in each worker or after each resume
+    - a stream that starts again from the same position after each resume
     - an index bug in `__getitem__` or in a cache key
 
     Remedy:
+    - `workers`: in an `IterableDataset` split by `get_worker_info()` as well as by rank
     - create the iterator once per epoch and loop over it
-    - in an `IterableDataset` split by `get_worker_info()` as well as by rank
     - assert the number of samples at the start
     - save the position of the stream in the checkpoint
     """

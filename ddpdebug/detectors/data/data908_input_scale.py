@@ -11,6 +11,8 @@ from ddpdebug.schema.announcements import EvaluationInputs, InputStatistics
 
 _USUAL = {"layer": "Conv2d", "mean": 0.0, "std": 1.0, "min": -3.0, "max": 3.0, "from_bytes": None, "step": 4}
 _DIVIDED = {**_USUAL, "std": 0.001, "min": 0.0, "max": 1.01 / 255, "from_bytes": 0.01}
+_DIFFERS = "differs between ranks"
+_FAR, _APART = "inputs are far from normalised", "inputs are scaled differently on different ranks"
 _LATER: Fields = {
     "title": "inputs are scaled differently than at the beginning of the run",
     "phase": "later",
@@ -50,12 +52,14 @@ class InputScale(Detector):
     the pretrained model expects.
 
     Causes:
+    - `differs between ranks`: statistics computed per rank from its own shard, or a preprocessing file that a rank
+      lacks
     - a missing, doubled or wrongly ordered normalisation (divided by 255 twice, standardised before scaling)
-    - statistics of another data set, or computed per rank from its own shard
+    - statistics of another data set
     - a transform that only the training set, or only the validation set has
     - raw physical units or unbounded features given directly
     - decoding failures that yield constant images or silence
-    - another library version or another preprocessing file on some nodes
+    - another library version on some nodes
 
     Remedy:
     - normalise in one place, with fixed statistics from the training split that all ranks load from the same file
@@ -126,7 +130,7 @@ class InputScale(Detector):
             if (what := self._unusual(fact)) is not None:
                 found.setdefault(what, []).append(rank)
         if not found and self._apart([(fact.mean, fact.std) for fact in told.values()]):
-            found["differs between ranks"] = list(told)
+            found[_DIFFERS] = list(told)
         for what, ranks in found.items():
             shown = ("mean", "std", "min", "max")
             about = {str(rank): {key: getattr(fact, key) for key in shown} for rank, fact in told.items()}
@@ -135,6 +139,7 @@ class InputScale(Detector):
                 step=0,
                 last_step=told[ranks[0]].step,
                 ranks=tuple(ranks),
+                title=_APART if what == _DIFFERS else _FAR,
                 subject=(f"input of the first {layer}",),
                 phase=what,
                 evidence={"observed": what, "inputs": about},

@@ -52,15 +52,6 @@ _SAID = {
     "labels": "the labels",
     "records": "the records",
 }
-#: ... and the number of the cause in the runbook, and a word of the remedy, that come first then.
-_FIRST = {
-    "split": (0, "random_split"),
-    "settings": (1, "samplers"),
-    "order": (2, "listings"),
-    "numbering": (3, "classes"),
-    "labels": (4, "checksums"),
-    "records": (5, "checksums"),
-}
 #: Batches of each rank that are remembered.
 _HISTORY = 4096
 _OVERLAP = (
@@ -217,19 +208,25 @@ class DataSetsDiffer(Detector):
     lists print the length and the first five entries, or a hash of the whole.
 
     Causes:
-    - `random_split` or a shuffled list under a seed that contains the rank, or without any seed
-    - `DistributedSampler(seed=...)` with a seed that contains the rank, or `set_epoch` called on some ranks only
-    - a file listing without `sorted` (`os.listdir`, `glob` and `set` have no fixed order), or shuffled on each rank
-    - class or vocabulary numbers built from a `set`, or from what this rank has seen
-    - labels from another file, or in another order than the records
-    - another version of a file on a node: a download or a filter that did not finish everywhere
+    - `the split`: `random_split` or a shuffled list under a seed that contains the rank, or without any seed
+    - `settings of the sampler`: `DistributedSampler(seed=...)` with a seed that contains the rank, or `set_epoch`
+      called on some ranks only
+    - `order of the records`, `records of the same indices`: a file listing without `sorted` (`os.listdir`, `glob` and
+      `set` have no fixed order), or shuffled on each rank
+    - `numbers of the labels`, `labels of the same indices`: class or vocabulary numbers built from a `set`, or from
+      what this rank has seen
+    - `the labels`: labels from another file, or in another order than the records
+    - `the records`: another version of a file on a node: a download or a filter that did not finish everywhere
 
     Remedy:
-    - give samplers and splits the same seed on all ranks; only their `rank` may differ
-    - `random_split(data, sizes, generator=torch.Generator().manual_seed(0))` on all ranks
-    - sort listings and classes: `sorted(os.listdir(root))`, `{c: i for i, c in enumerate(sorted(names))}`
+    - give samplers and splits the same seed on all ranks; only their `rank` may
+      differ
+    - `the split`: `random_split(data, sizes, generator=torch.Generator().manual_seed(0))` on all ranks
+    - `order of the records`, `records of the same indices`: sort listings: `sorted(os.listdir(root))`
+    - `numbers of the labels`, `labels of the same indices`: number classes from a sorted list: `{c: i for i, c in
+      enumerate(sorted(names))}`
+    - `the labels`, `the records`: compare sizes and checksums of the files on all nodes
     - build vocabularies and splits once, on rank 0, and broadcast or save them
-    - compare sizes and checksums of the files on all nodes
     """
 
     code = "DATA910"
@@ -363,7 +360,7 @@ class DataSetsDiffer(Detector):
                 "loader": topic.replace("items", "loader"),
                 "same_samples_on": [list(pair) for pair in pairs],
                 "given_twice": doubled,
-                "of": len(frozenset().union(*seen.shares.values())),
+                "samples": len(frozenset().union(*seen.shares.values())),
             },
             causes=_OVERLAP,
         )
@@ -387,9 +384,8 @@ class DataSetsDiffer(Detector):
             return
         index, values = next(iter(odd.items()))
         one = next(iter(told.values()), None)
-        prose, (cause, word) = runbook(type(self)), _FIRST["numbering" if part == "labels" else "order"]
         yield self.finding(
-            title=f"{self.title}: {_SAID[part]}",
+            title=f"{self.title}: {_SAID[part]} of the same indices",
             step=step,
             ranks=_odd_ones(odd),
             subject=("items",),
@@ -397,14 +393,12 @@ class DataSetsDiffer(Detector):
             location=None if one is None else one.location,
             evidence={
                 "loader": topic.replace("items", "loader"),
-                "differs": part,
+                "differs": f"{_SAID[part]} of the same indices",
                 "indices": [int(i) for i in list(odd)[:MAX_NAMES]],
-                "of": seen.compared(fixed),
+                "indices_compared": seen.compared(fixed),
                 "values": {str(rank): f"index {index}: {value}" for rank, value in values.items()},
                 **({} if one is None or one.dataset is None else {"dataset": one.dataset}),
             },
-            causes=list(dict.fromkeys([prose["causes"][cause], *prose["causes"]])),
-            actions=list(dict.fromkeys([*(text for text in prose["remedy"] if word in text), *prose["remedy"]])),
         )
 
     def _begun(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
@@ -423,19 +417,16 @@ class DataSetsDiffer(Detector):
             yield self._differing(topic, told, differing, announced_at(facts, self.next_step), _part(first, told))
 
     def _differing(self, topic: str, told: Mapping[int, Loader], differing: _Columns, step: int, part: str) -> Finding:
-        """Say what differs, and its usual cause before the others."""
+        """Say what differs."""
         first = next(iter(differing))
         one = next(iter(told.values()))
         split = one.indices if first == "indices" else None
-        number, word = _FIRST[part]
-        prose = runbook(type(self))
-        causes = [prose["causes"][number], *prose["causes"]]
-        actions = [next(text for text in prose["remedy"] if word in text), *prose["remedy"]]
+        causes: list[str] = runbook(type(self))["causes"]
         values = {str(rank): value for rank, value in differing[first].items()}
-        evidence: dict[str, Any] = {"loader": topic, "differs": part, "values": values, "dataset": one.dataset}
+        evidence: dict[str, Any] = {"loader": topic, "differs": _SAID[part], "values": values, "dataset": one.dataset}
         if split is not None and split.drawn is not None:
             seeds = {str(rank): fact.indices.seed for rank, fact in told.items() if fact.indices is not None}
-            causes.insert(0, _cause_of_split(split.drawn, list(seeds.values())))
+            causes = [f"`the split`: {_cause_of_split(split.drawn, list(seeds.values()))}", *causes]
             evidence |= {"seeds": seeds}
         return self.finding(
             title=f"{self.title}: {_SAID[part]}",
@@ -445,8 +436,7 @@ class DataSetsDiffer(Detector):
             phase="loader",
             location=one.location if split is None else split.location,
             evidence={key: value for key, value in evidence.items() if value is not None},
-            causes=list(dict.fromkeys(causes)),
-            actions=list(dict.fromkeys(actions)),
+            causes=causes,
         )
 
     def _splits_overlap(self, told: Mapping[int, Loader]) -> bool:

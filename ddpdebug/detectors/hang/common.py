@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.kinds import EventRule, Fields, Finding
 from ddpdebug.schema.announcements import Hang
 from ddpdebug.schema.finding import UNDECIDED
@@ -23,6 +22,7 @@ class HangRule(EventRule):
             "where" if fact.kind in _STILL_THERE else "missing": dict(fact.where),
             "calls": dict(fact.sides),
             "difference": fact.difference,
+            "blocked_in": "native code" if fact.kind == "silent" or fact.runs else fact.blocked_in,
             "first_difference": dict(fact.parted),
             UNDECIDED: [list(ranks) for ranks in fact.undecided],
             "collectives_so_far": dict(fact.calls),
@@ -32,14 +32,7 @@ class HangRule(EventRule):
         return {name: value for name, value in found.items() if value} | {"hang": f"{fact.judge}:{fact.number}"}
 
     def judge(self, fact: Hang) -> Fields | None:
-        causes = runbook(type(self))["causes"]
-        number = self.likeliest(fact)
-        fields = {} if number is None else {"causes": [causes[number], *causes[:number], *causes[number + 1 :]]}
-        return {"ranks": fact.ranks, "phase": fact.phase, "evidence": self.evidence(fact), **fields}
-
-    def likeliest(self, fact: Hang) -> int | None:
-        """The number of the cause in the runbook that the evidence speaks for."""
-        return None
+        return {"ranks": fact.ranks, "phase": fact.phase, "evidence": self.evidence(fact)}
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return finding.evidence.get("hang"), finding.ranks, finding.step

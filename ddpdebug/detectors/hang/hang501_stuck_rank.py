@@ -19,18 +19,6 @@ _STUCK = {
     "blocked_in": "loader",
     "waited": 9.0,
 }
-#: The cause that each kind of thing speaks for, by its number in the runbook.
-_BY_KIND = {
-    "loader": 0,
-    "queue": 0,
-    "file": 0,
-    "socket": 1,
-    "process": 1,
-    "sleep": 1,
-    "lock": 4,
-    "input": 5,
-    "debugger": 5,
-}
 
 
 class StuckRank(HangRule):
@@ -50,21 +38,29 @@ class StuckRank(HangRule):
     messages) and compare `nvidia-smi` utilisation. A second look is `ddpdebug stacks RUN`.
 
     Causes:
-    - the input pipeline is blocked: storage, a dead worker, a lock inherited through fork
-    - work on this rank only that waits for something else: download, another process, a file that nobody writes
+    - `blocked in loader`, `blocked in queue`: the input pipeline is blocked: storage, a dead worker, a lock inherited
+      through fork
+    - `blocked in file`: a lock that another process holds, a pipe or a file that nobody writes, slow storage
+    - `blocked in lock`: a deadlock between threads, or two communicators used in different orders
+    - `blocked in socket`, `blocked in process`, `blocked in sleep`: work on this rank only that waits for something
+      else: download, another process
+    - `blocked in input`, `blocked in debugger`: somebody is asked: `input()`, a debugger's prompt, a breakpoint that
+      was left in
+    - `blocked in native code`: the process was stopped from outside, or code in C holds the interpreter's lock: a
+      regular expression with a repetition inside of another, such as `(a+)+$`, may try more ways to match than there is
+      time for
     - a branch on rank that leads past a collective or into one more than the others run
     - a device or link failure, or a kernel that does not end
-    - a deadlock between threads, or two communicators used in different orders
-    - somebody is asked: `input()`, a debugger's prompt, a breakpoint that was left in
-    - the process was stopped from outside, or code in C holds the interpreter's lock: a regular expression with a
-      repetition inside of another, such as `(a+)+$`, may try more ways to match than there is time for
 
     Remedy:
+    - `blocked in loader`, `blocked in queue`: set `DataLoader(timeout=...)` so that a stuck worker raises, and
+      `multiprocessing_context="spawn"` or `"forkserver"` where threads exist before the fork
+    - `blocked in file`, `blocked in lock`, `blocked in socket`, `blocked in process`: give locks, queues, sockets and
+      subprocesses a timeout
+    - `blocked in input`, `blocked in debugger`: take the prompt or the breakpoint out, or guard it with
+      `sys.stdin.isatty()`
     - move work for one rank away from the collectives, or give it a barrier on a group with a longer
       `init_process_group(timeout=...)`
-    - set `DataLoader(timeout=...)` so that a stuck worker raises, and `multiprocessing_context="spawn"` or
-      `"forkserver"` where threads exist before the fork
-    - give locks, queues, sockets and subprocesses a timeout
     - take a failing node out of the job
     """
 
@@ -93,6 +89,3 @@ class StuckRank(HangRule):
             title = "a rank runs code that does not let others run while others wait"
             fields |= {"severity": Severity.WARNING, "title": title}
         return fields
-
-    def likeliest(self, fact: Hang) -> int | None:
-        return 6 if fact.kind == "silent" or fact.runs else _BY_KIND.get(fact.blocked_in or "")

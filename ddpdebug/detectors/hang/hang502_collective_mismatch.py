@@ -35,18 +35,21 @@ class CollectiveMismatch(HangRule):
     where it crashes the constructor.
 
     Causes:
-    - a collective inside a condition that only some ranks meet (rank 0 logging, local early stop, a skipped batch)
-    - control flow that depends on the data: different modules run, so DDP reduces other buckets
+    - `new_group`: `dist.new_group` called by its members only, or in another order on some ranks
+    - `difference order`: two groups, or two collectives, that ranks use in different orders; iteration over a set or an
+      unsorted listing decides
+    - `difference shape`: control flow that depends on the data: different modules run, so DDP reduces other buckets
+    - `difference operation`: a collective inside a condition that only some ranks meet (rank 0 logging, local early
+      stop, a skipped batch)
     - ranks with different numbers of batches, so that one is in evaluation while others train
-    - iteration over a set or an unsorted directory listing that decides the order of collectives
-    - `dist.new_group` called by its members only, or in another order on some ranks
 
     Remedy:
+    - `new_group`: call `dist.new_group` on all ranks in the same order
+    - `difference order`: use groups and collectives in the same order on all ranks: sort what orders them
+    - `difference shape`: for data dependent paths use `find_unused_parameters=True`, and `with model.join():` for
+      uneven batches
     - let all ranks run the collective and only rank 0 use the result
     - take decisions from a value that was broadcast or all-reduced
-    - sort what orders collectives
-    - call `dist.new_group` on all ranks in the same order
-    - for data dependent paths use `find_unused_parameters=True`, and `with model.join():` for uneven batches
     """
 
     code = "HANG502"
@@ -69,8 +72,3 @@ class CollectiveMismatch(HangRule):
             title = "a collective does not end though all ranks are in it"
             fields |= {"severity": Severity.WARNING, "title": title}
         return fields
-
-    def likeliest(self, fact: Hang) -> int | None:
-        if any("new_group" in call for call in fact.sides.values()):
-            return 4
-        return {"order": 3, "shape": 1, "operation": 0}.get(fact.difference or "")

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.hang.common import HangRule
 from ddpdebug.detectors.kinds import Examples, Facts, Finding, Severity
-from ddpdebug.schema.announcements import Hang
 
 _LEFT = {
     "kind": "left",
@@ -18,10 +17,6 @@ _LEFT = {
     "where": {"1": "it has ended: exception: KeyError: 'x', last seen at train.py:52"},
     "waited": 2.0,
 }
-
-
-#: Signals that a process gets by what its own code does.
-_BY_ITSELF = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 
 
 class LostRank(HangRule):
@@ -37,18 +32,18 @@ class LostRank(HangRule):
     their SIGTERM is a consequence. For a clean exit compare `len(loader)` per rank (DATA905).
 
     Causes:
-    - an exception on this rank: a bad sample, a label out of range, out of memory
-    - fewer batches on this rank than on its peers
-    - killed from outside: host memory, preemption, a job limit
-    - a stop decision taken from local values: early stopping, nan check, time limit
-    - native code that ended its own process (SIGABRT, SIGSEGV and their like): an error of CUDA that a destructor or a
-      thread of torch's met, an extension, a corrupted file
+    - `exception`: an exception on this rank: a bad sample, a label out of range, out of memory
+    - `SIGABRT`, `SIGSEGV`, `SIGBUS`, `SIGFPE`, `SIGILL`: native code that ended its own process: an error of CUDA that
+      a destructor or a thread of torch's met, an extension, a corrupted file
+    - `killed`, `no process`: killed from outside: host memory, preemption, a job limit
+    - `finished`: fewer batches on this rank than on its peers, or a stop decision taken from local values: early
+      stopping, nan check, time limit
 
     Remedy:
-    - mend what ended the rank: its traceback or its signal is in the log of that rank
-    - equalise the batches (`DistributedSampler`, `drop_last=True`) or train under `with model.join():`, with
-      `throw_on_early_termination=True` if all ranks should stop together
-    - all-reduce every stop decision
+    - `exception`, `killed`, `no process`: mend what ended the rank: its traceback or its signal is in the log of that
+      rank
+    - `finished`: equalise the batches (`DistributedSampler`, `drop_last=True`) or train under `with model.join():`,
+      with `throw_on_early_termination=True` if all ranks should stop together; all-reduce every stop decision
     - wrap `main` in `torch.distributed.elastic.multiprocessing.errors.record` so that the first error is kept
     """
 
@@ -65,16 +60,6 @@ class LostRank(HangRule):
         lambda: Facts(topic="alone:hang", values={0: {**_LEFT, "kind": "stuck"}}),
         lambda: steps(3),
     )
-
-    def likeliest(self, fact: Hang) -> int | None:
-        told = " ".join(fact.where.values())
-        if "exception" in told:
-            return 0
-        if any(name in told for name in _BY_ITSELF):
-            return 4
-        if "killed" in told or "no process" in told:
-            return 2
-        return 1 if "finished" in told else None
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return (finding.ranks,)  # a rank leaves once, whoever says so after those that have said it have ended too

@@ -89,4 +89,4 @@ class VanishingGradient(LayerRule):
         if head >= self.vanishing * tail:
             return {}
         shown = {name: f"{value:.3g}" for name, value in profile.items()}
-        return {names[0]: {"gradient_over_weight": shown, "first_over_last": head / tail}}
+        return {names[0]: {"gradient_over_weight": shown, "first_layer_over_last": head / tail}}

@@ -19,14 +19,15 @@ class DeadUnits(LayerRule):
     below 0 shows. Sparse activation on most inputs, with different units for different inputs, is healthy.
 
     Causes:
-    - one step that was too large pushed biases far below 0: learning rate, missing warm-up or clipping
+    - `died`: one step that was too large pushed biases far below 0: learning rate, missing warm-up or clipping
+    - `dead from the start`: initialisation with negative biases or wrong gain
     - inputs that are not centred or far too large
-    - initialisation with negative biases or wrong gain
     - weight decay or a loss term that pushes the pre-activations down
 
     Remedy:
-    - lower the learning rate or warm it up, clip gradients, normalise before the activation (BatchNorm, LayerNorm),
-      or use `nn.LeakyReLU`, `nn.GELU` or `nn.SiLU`
+    - `died`: lower the learning rate or warm it up, clip gradients, normalise before the activation (BatchNorm,
+      LayerNorm), or use `nn.LeakyReLU`, `nn.GELU` or `nn.SiLU`
+    - `dead from the start`: initialise biases with 0 and weights with `kaiming_normal_`, and centre the inputs
     - units that are dead now need new weights: initialise their rows again, or restart from before the large step
     """
 
@@ -78,5 +79,12 @@ class DeadUnits(LayerRule):
             died = self._first.setdefault(path, least) < self.dead_share
             chance = self.dead_narrow / math.sqrt(about.units) if about.units and not died else 0.0
             if least >= self.dead_share + chance:
-                found[path] = {"dead_units": least, "inputs": inputs, "zeros": about.zero, "mean": about.mean}
+                when = "died in training" if died else "dead from the start"
+                found[path] = {
+                    "dead_units": least,
+                    "since": when,
+                    "inputs": inputs,
+                    "zeros": about.zero,
+                    "mean": about.mean,
+                }
         return found if seen else None

@@ -6,6 +6,8 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
+from typing import ClassVar
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.hlth.curve import CurveRule, Series
@@ -26,23 +28,30 @@ class UpdateRatio(SampledRule, CurveRule):
     just after initialisation: look at the weight's norm as well. Print the parameter group that holds it.
 
     Causes:
-    - learning rate too high or too low for this optimizer: a value for SGD given to Adam, or the reverse
-    - the parameter is in a group with another rate or decay than intended
+    - `group`: the parameter is in a group with another rate or decay than intended
+    - `large`: a learning rate that is too high for this optimizer: a value for SGD given to Adam
+    - `small`: a learning rate that is too low for this optimizer: a value for Adam given to SGD, or a schedule at its
+      end
     - its gradient is tiny or huge: vanishing, exploding, a badly scaled loss term
     - weights initialised far too large or too small
     - half-precision weights, whose rounding swallows small updates
 
     Remedy:
-    - change the rate of the group, not of the whole model, where single layers are off
-    - run a learning-rate range test
+    - `group`: change the rate of the group, not of the whole model
+    - `large`: lower the learning rate (1e-3 to 1e-4 are usual for Adam); use warm-up when the ratio is high only in the
+      first steps
+    - `small`: raise the learning rate; a range test finds its order of magnitude
     - correct initial scales
     - keep the weights in float32 and autocast the computation
-    - use warm-up when the ratio is high only in the first steps
     """
 
     code = "HLTH705"
     severity = Severity.WARNING
     title = "the ratio of update to weight is outside its healthy range"
+    titles: ClassVar[Mapping[str, str]] = {
+        "small": "the updates are too small for the weights",
+        "large": "the updates are too large for the weights",
+    }
     reads = None  # the learning rates of the steps between count
     update_first = Threshold(
         1,

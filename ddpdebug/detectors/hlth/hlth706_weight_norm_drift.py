@@ -33,18 +33,19 @@ class WeightNormDrift(LayerRule):
     that explodes is bounded by a normalisation behind it, or reaches the loss.
 
     Causes:
-    - no weight decay on a scale-invariant weight, or a learning rate that is too high
-    - weight decay too strong, or applied to norms, biases and embeddings
-    - a parameter with no useful gradient left, so that only decay acts on it
+    - `grew`: no weight decay on a scale-invariant weight, or a learning rate that is too high
+    - `grew`: a loss that pushes outputs apart without a bound: no margin, no temperature, logits that nothing limits
+    - `shrank`: weight decay too strong, or applied to norms, biases and embeddings
+    - `shrank`: a parameter with no useful gradient left, so that only decay acts on it
+    - `shrank`: decay as L2 in Adam (`torch.optim.Adam(weight_decay=...)`) where decoupled decay was meant
     - of an output: units that died or saturated (HLTH703, HLTH704), a residual stream that nothing normalises, a
       representation that has collapsed (contrastive and self-distilled training without their counterweight)
-    - decay as L2 in Adam (`torch.optim.Adam(weight_decay=...)`) where decoupled decay was meant
 
     Remedy:
-    - use `torch.optim.AdamW`; put norms, biases and often embeddings into a group with `weight_decay=0.0`; tune decay
-      and rate together, since their product sets the equilibrium
+    - `grew`: lower the rate, use `torch.optim.AdamW` with decay, or bound logits by a margin, a z-loss or a temperature
+    - `shrank`: lower `weight_decay`; use `torch.optim.AdamW`; put norms, biases and often embeddings into a group with
+      `weight_decay=0.0`
     - normalise before or after the layer whose output drifts, scale residual branches down with depth
-    - bound logits by a z-loss or a temperature if they run away
     """
 
     code = "HLTH706"
@@ -149,7 +150,7 @@ class WeightNormDrift(LayerRule):
             grows = norm >= self.weight_growth * first and norm > self.weight_growing * last
             falls = norm <= self.weight_collapse * first and norm < last
             if grows or falls:
-                found[name] = {"norm": norm, "first": first, "change": norm / first}
+                found[name] = {"change": _change(norm, first), "norm": norm, "at_first": first}
         return found if table or sites(step) else None
 
     def _drifting(self, step: Step) -> dict[str, Any]:
@@ -169,5 +170,10 @@ class WeightNormDrift(LayerRule):
             most = max(self.variance_explosion * usual, self.init_large)
             if usual and (min(stds) >= most or max(stds) <= self.variance_collapse * usual):
                 now = statistics.fmean(stds)
-                found[path] = {"std": now, "first": usual, "change": now / usual, "mean": ranks[0].mean}
+                found[path] = {"change": _change(now, usual), "std": now, "at_first": usual, "mean": ranks[0].mean}
         return found
+
+
+def _change(now: float, first: float) -> str:
+    """Return `grew 52-fold`, `shrank 108-fold`."""
+    return f"grew {now / first:.3g}-fold" if now > first else f"shrank {first / now:.3g}-fold" if now else "shrank to 0"

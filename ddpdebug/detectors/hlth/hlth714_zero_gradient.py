@@ -38,18 +38,18 @@ class ZeroGradient(SampledRule):
     it.
 
     Causes:
+    - an operation that is flat: round, argmax, sign, a comparison, a clamp beyond its limits, softmax over one element
     - a factor of 0: loss weight, gate, mask or residual scale initialised to 0 on both sides of a product
-    - dead or clamped units between the parameter and the loss
-    - an operation that is flat: round, argmax, sign, a comparison, softmax over one element
-    - algebra: a bias that the following normalisation removes
+    - dead units between the parameter and the loss
     - underflow in float16 without loss scaling
+    - algebra: a bias that the following normalisation removes
 
     Remedy:
-    - remove what is redundant (`bias=False` before BatchNorm)
-    - initialise only one factor of a product to 0
     - replace flat operations by a straight-through estimator or a soft version
+    - initialise only one factor of a product to 0
     - cross entropy over a single logit is constant: use `F.binary_cross_entropy_with_logits`
     - use `torch.amp.GradScaler` or bfloat16 against underflow
+    - remove what is redundant (`bias=False` before BatchNorm)
     """
 
     code = "HLTH714"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
 from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
@@ -34,16 +34,16 @@ class PoorInitialisation(SampledRule):
     less than expected.
 
     Causes:
-    - an initialiser that does not match: plain normal weights, wrong fan or gain, embeddings of std 1 tied to the
-      head
-    - a constant initialiser for a weight matrix, such as zeros or ones
+    - `symmetric`: a constant initialiser for a weight matrix, such as zeros or ones
+    - `dies`: a saturating activation (tanh, sigmoid) or too small a gain, repeated over many layers
+    - an initialiser that does not match: plain normal weights, wrong fan or gain, embeddings of std 1 tied to the head
     - depth without normalisation or without scaling of residual branches
     - inputs that are not normalised (DATA908)
 
     Remedy:
-    - `torch.nn.init.kaiming_normal_(w, nonlinearity="relu")` or `xavier_uniform_`; std 0.02 for embeddings and
-      transformer weights, residual output projections divided by `sqrt(2 * layers)`; zeros only for biases and for
-      the last layer of a residual branch
+    - `symmetric`: draw weights at random; zeros only for biases and for the last layer of a residual branch
+    - `torch.nn.init.kaiming_normal_(w, nonlinearity="relu")`, `xavier_uniform_` with `calculate_gain("tanh")`; std 0.02
+      for embeddings and transformer weights, residual output projections divided by `sqrt(2 * layers)`
     - the default of `nn.Linear` has variance 1/(3 fan_in), which shrinks the signal in deep stacks without
       normalisation
     """
@@ -51,6 +51,11 @@ class PoorInitialisation(SampledRule):
     code = "HLTH715"
     severity = Severity.WARNING
     title = "initialisation lets the activations explode or die with depth, or is symmetric"
+    titles: ClassVar[Mapping[str, str]] = {
+        "explodes": "the initial weights let the activations explode with depth",
+        "dies": "the initial weights let the activations die with depth",
+        "symmetric": "all units of a layer start with the same weights",
+    }
     init_explode = Threshold(
         100,
         "growth of the activations' standard deviation from first to last hidden layer on the first batch",
@@ -132,9 +137,12 @@ class PoorInitialisation(SampledRule):
         fades = bool(begin) and end is not None and end <= self.init_fades * (begin or 0.0)
         if explodes or fades or grown <= self.init_vanish:
             profile = {path: f"{std:.3g}" for _, path, std, _ in seen}
-            evidence: dict[str, Any] = {"std_by_depth": profile, "last_over_first": grown}
+            evidence: dict[str, Any] = {"std_by_depth": profile, "std_of_last_over_first_layer": grown}
             if fades and begin:
                 between = {path: f"{spread:.3g}" for _, path, _, spread in seen if spread is not None}
-                evidence |= {"std_between_inputs": between, "between_inputs_last_over_first": (end or 0.0) / begin}
+                evidence |= {
+                    "std_between_inputs": between,
+                    "between_inputs_std_of_last_over_first_layer": (end or 0.0) / begin,
+                }
             phase = "explodes" if explodes else "dies"
             yield self.finding(step, subject=(seen[-1][1],), phase=phase, evidence=evidence)

@@ -39,9 +39,11 @@ class OutOfMemory(EventRule, ExplainingRule):
     torch's own table and, with `--memory-history`, the allocator's snapshot (`python -m torch.cuda._memory_viz`).
 
     Causes:
-    - micro-batch, sequence length or resolution too large for this batch, often the longest sample of the epoch
+    - `optimizer state is made`: a peak that occurs once: the states that the first optimizer step makes
+    - `too big from the start`: micro-batch, sequence length, resolution or model too large for this device
+    - `larger than ever`: a batch of long or large samples: often the longest of the epoch
     - memory that grew over steps: graphs kept alive, outputs collected, caches
-    - a peak that occurs once: logits over a large vocabulary in float32, the first optimizer step, evaluation
+    - a peak that occurs once: logits over a large vocabulary in float32, evaluation
     - fragmentation: enough memory is reserved but no block is large enough
     - another process or another rank on the same device
 

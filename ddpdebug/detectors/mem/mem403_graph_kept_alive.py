@@ -33,13 +33,15 @@ class GraphKeptAlive(TrendRule):
     step. Look at evaluation code first: a summed validation loss without `no_grad` holds every activation of the pass.
 
     Causes:
+    - `tracebacks`: a kept exception, whose traceback keeps the frames of the forward and what they hold
     - `losses.append(loss)` or `total += loss` instead of the detached value
     - an evaluation loss summed as a tensor without `torch.no_grad()`
     - a recurrent state, memory or target that is carried into the next step without `detach()`
     - outputs or features stored on `self` in forward or in a hook
-    - a metric object, or a kept exception with its traceback, that keeps its inputs
+    - a metric object that keeps its inputs
 
     Remedy:
+    - `tracebacks`: keep `str(error)`, or `error.with_traceback(None)`
     - store `loss.item()` or `loss.detach()` at the named line; `total += loss.detach()`
     - evaluate under `with torch.no_grad():`
     - `state = state.detach()` at each truncation boundary; in hooks store `output.detach()`

@@ -21,15 +21,17 @@ class HostMemoryGrowth(GrowthRule):
     two `tracemalloc` snapshots. Pages that are shared or backed by a file are left out, they can be given back.
 
     Causes:
-    - tensors, predictions or log records appended to a list on the CPU, with or without their graph
-    - caches in `__getitem__` (decoded images, open files), once per worker
-    - a data set of many small Python objects: reference counts make forked workers copy its pages
+    - `DataLoader workers`: caches in `__getitem__` (decoded images, open files), once per worker
+    - `DataLoader workers`: a data set of many small Python objects: reference counts make forked workers copy its pages
+    - tensors, predictions or log records that are kept in a list or a dictionary on the CPU, with or without their
+      graph
     - `itertools.cycle(loader)`, which keeps every batch of the first epoch
     - allocator growth with many threads and varying sizes, without any leak in Python
 
     Remedy:
-    - detach what is stored and write it out in pieces; bound caches (`functools.lru_cache(maxsize=...)`)
-    - keep sample metadata in one numpy array, one tensor or a memory map instead of lists of objects
+    - `DataLoader workers`: bound caches (`functools.lru_cache(maxsize=...)`); keep sample metadata in one numpy array,
+      one tensor or a memory map instead of lists of objects
+    - detach what is stored and write it out in pieces; bound caches
     - replace `cycle` by a generator that iterates over the loader again; reduce `num_workers` or `prefetch_factor`
     - if the growth is wanted, say so: `ddpdebug.expect_growth("replay buffer", 2 << 30)`
     """

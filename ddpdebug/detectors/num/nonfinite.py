@@ -8,12 +8,10 @@ named; after the reduction everybody looks guilty.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.kinds import ChainRule, Finding, RankClasses, Severity, Step, Verdict
 from ddpdebug.schema.details import LossBackward, ModuleCall, NonfiniteLoss, Numerics
@@ -61,12 +59,9 @@ class NonfiniteRule(ChainRule):
         if self.of_call:
             location = location or told.called_at
             verdict = replace(verdict, evidence={**verdict.evidence, "model": told.model, "called_at": told.called_at})
-        prose = runbook(type(self))
         return self.finding(
             step,
             title=verdict.title or self.title,
-            causes=fitting_first(prose["causes"], verdict.evidence),
-            actions=fitting_first(prose["remedy"], verdict.evidence),
             step=step.step if verdict.step is None else verdict.step,
             ranks=verdict.ranks,
             subject=verdict.subject[:MAX_NAMES],
@@ -156,36 +151,6 @@ def of_loss(known: Mapping[int, Numerics], ranks: Sequence[int]) -> dict[str, An
 def operation(found: NonfiniteLoss | LossBackward | None) -> dict[str, Any]:
     """Return the evidence about an operation of the loss expression."""
     return {name: to_json(getattr(found, name, None)) for name in ("operation", "operands", "candidates", "line_found")}
-
-
-#: The end of an operation's name -> what a cause or a remedy says that is about it.
-_ABOUT = (
-    (r"log\d*", r"\blog\b"),
-    (r"mean|nllloss(2d)?|nll_loss\w*", r"mean over|count"),
-    (r"div|reciprocal", r"divi"),
-    (r"r?sqrt|\w*norm|cdist", r"of sqrt|root"),
-    (r"pow", r"\bpower|\bsquare|root"),
-    (r"exp|b?mm|addmm|mul|mse_?loss", r"overflow|float32|\.float\(\)"),
-    (r"softmax", r"softmax|masked row"),
-    (r"acos|asin|atanh", r"acos|open range"),
-)
-
-
-def fitting_first(texts: Sequence[str], evidence: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return causes or remedies with those first that are about the operation that the evidence names."""
-    words = _words(evidence)
-    return tuple(sorted(texts, key=lambda text: words is None or re.search(words, text) is None))
-
-
-def _words(evidence: Mapping[str, Any]) -> str | None:
-    """Return a pattern for what is said of an operation: `LogBackward0`, `aten.log.default`."""
-    operation = str(evidence.get("backward_of") or evidence.get("operation") or "")
-    if evidence.get("made"):
-        return r"labels, weights"
-    if operation.endswith("Backward"):  # without the number that torch's own nodes have
-        return r"autograd\.Function"
-    name = operation.removeprefix("aten.").partition("Backward")[0].partition(".")[0].strip("_").lower()
-    return next((words for names, words in _ABOUT if re.fullmatch(rf"(\w*_)?({names})", name)), None)
 
 
 def seen(**found: Any) -> dict[str, Any]:

@@ -46,17 +46,26 @@ class NonfiniteModuleOutput(ReplayedRule):
     closed; for norms and divisions look for zero variance or a zero denominator.
 
     Causes:
-    - overflow in float16 (above 65504): attention scores, exp, squared norms, the output of a large linear layer
-    - a softmax row that is masked everywhere: a sequence of padding only gives 0/0
-    - log, sqrt, division or a fractional power of zero or of a negative number
+    - `softmax`: a softmax row that is masked everywhere: a sequence of padding only gives 0/0
+    - `log`, `sqrt`, `rsqrt`, `div`, `reciprocal`: log, sqrt, division or a fractional power of zero or of a negative
+      number
+    - `float16`: overflow in float16 (above 65504): attention scores, exp, squared norms, the output of a large linear
+      layer
+    - `exp`, `pow`, `mm`, `bmm`, `addmm`, `mul`: overflow: exp of more than 88, powers and products of numbers that are
+      far too large
+    - `inf`: two infinities that meet: `inf - inf`, `0 * inf`, the maximum of a row that is masked everywhere
     - weights that have already grown too large: the learning rate is too high or clipping is missing
     - a buffer that is uninitialised or non-finite (running statistics, a positional table)
 
     Remedy:
-    - run the operation in float32 (`with torch.autocast(device_type, enabled=False): f(x.float())`) or move the run to
-      bfloat16
-    - scale attention queries before the product, keep one open position in each row or zero the row afterwards, add the
-      eps inside the square root, and clamp the argument of log before it
+    - `softmax`: keep one open position in each row, or zero the row afterwards
+    - `log`, `sqrt`, `rsqrt`, `div`, `reciprocal`: add the eps inside of the root or the denominator, and clamp the
+      argument of log before it
+    - `float16`: run the operation in float32 (`with torch.autocast(device_type, enabled=False): f(x.float())`) or move
+      the run to bfloat16; scale attention queries before the product
+    - `exp`, `pow`, `mm`, `bmm`, `addmm`, `mul`: subtract the maximum before exp (`torch.softmax`, `logsumexp`), clamp
+      or normalise the input
+    - `inf`: give a row that is masked everywhere a finite value before the operation
     - if inputs grew over many steps, look at HLTH701 and HLTH706 before patching the operation
     """
 

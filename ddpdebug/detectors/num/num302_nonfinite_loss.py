@@ -47,21 +47,28 @@ class NonfiniteLoss(ReplayedRule):
     the evidence.
 
     Causes:
-    - a mean over nothing: all labels of the batch are `ignore_index`, or a boolean selection is empty
-    - `torch.log` of a probability that is exactly 0
-    - a loss computed in float16: exp, a square or a sum over many elements overflows
-    - a division by a count, a norm or a weight sum that is 0; std of a single element
-    - the derivative at 0 of sqrt, of a hand-written norm, or of a power below 1 (phase `loss-backward`)
-    - nan in labels, weights or whatever else meets the model's output without passing through the model
+    - `loss-backward`: the derivative at 0 of sqrt, of a hand-written norm, or of a power below 1
+    - `not by the model`: nan in labels, weights or whatever else meets the model's output without passing through the
+      model
+    - `mean`, `nll_loss`: a mean over nothing: all labels of the batch are `ignore_index`, or a boolean selection is
+      empty
+    - `log`: `torch.log` of a probability that is exactly 0
+    - `div`, `reciprocal`, `std`, `var`: a division by a count, a norm or a weight sum that is 0; std of a single
+      element
+    - `float16`: a loss computed in float16: exp, a square or a sum over many elements overflows
+    - `pow`, `exp`, `mul`, `mse_loss`: predictions that have grown until the loss overflows: learning rate too high, no
+      clipping
     - two infinities of opposite sign that meet: `inf - inf`, `0 * inf` in a masked term
 
     Remedy:
-    - give logits to `F.cross_entropy` or `F.binary_cross_entropy_with_logits` instead of taking log of probabilities
-    - use `reduction="sum"` and divide by `count.clamp(min=1)`; a batch without targets then contributes a zero that
-      still has a gradient, so that DDP's ranks stay together
-    - compute the loss with `logits.float()`
-    - drop or repair what has no valid labels, weights or targets in the dataset
-    - put an eps under the root, or use `torch.linalg.vector_norm`, whose gradient at 0 is 0
+    - `loss-backward`: put an eps under the root, or use `torch.linalg.vector_norm`, whose gradient at 0 is 0
+    - `not by the model`: drop or repair what has no valid labels, weights or targets in the dataset
+    - `mean`, `nll_loss`, `div`, `reciprocal`: use `reduction="sum"` and divide by `count.clamp(min=1)`; a batch without
+      targets then contributes a zero that still has a gradient, so that DDP's ranks stay together
+    - `log`: give logits to `F.cross_entropy` or `F.binary_cross_entropy_with_logits` instead of taking log of
+      probabilities
+    - `float16`: compute the loss with `logits.float()`
+    - `pow`, `exp`, `mul`, `mse_loss`: lower the learning rate or warm it up, clip gradients, and look at HLTH701
     - select before the computation instead of multiplying by a mask afterwards
     """
 
@@ -106,7 +113,7 @@ class NonfiniteLoss(ReplayedRule):
             told = [known[rank] for rank in ranks]
             made, lines = [own.loss_backward for own in told if own.loss_backward], [own.loss_line for own in told]
             evidence = operation(next((entry for entry in made if entry.operation), None))
-            evidence["observed"] = "the loss is finite, the gradient that it gives to the model's output is not"
+            title = "the loss is finite, the gradient that it gives to the model's output is not"
         if not ranks:
             return None
         evidence["gradient_from_loss"] = next((list(own.entry.range) for own in told if own.entry), None)

@@ -41,16 +41,21 @@ class NonfiniteParameter(NonfiniteRule):
     surgery, a parameter made with `torch.empty`.
 
     Causes:
-    - Adam on float16 parameters: eps=1e-8 is 0 there and squares of small gradients underflow, so it divides by 0
+    - `outside-optimizer`, `non-finite before`: a checkpoint, an average or a half-precision copy that was already
+      non-finite when it was loaded
+    - `outside-optimizer`, `non-finite before`: a parameter created with `torch.empty` that no initialiser covered, or a
+      row written by hand
+    - `lr nan`, `lr inf`: a learning rate that is nan or inf (a schedule that divides by zero steps)
+    - an update that divides by zero: Adam's eps=1e-8 is 0 in float16; a trust ratio or a norm of a gradient that is
+      exactly 0
     - a float16 second moment that overflows: the square of any gradient above 256 exceeds 65504
-    - a learning rate that is nan, inf or far too large (a schedule that divides by zero steps)
-    - a parameter created with `torch.empty` that no initialiser covered
-    - a checkpoint, an average or a half-precision copy that was already non-finite when it was loaded
+    - a learning rate that is far too large
 
     Remedy:
-    - keep the parameters in float32 and use `torch.autocast` with a gradient scaler instead of `model.half()`; or keep
-      float32 master weights
-    - if half-precision states must stay, use bfloat16 or an eps that the dtype can hold, such as 1e-4 for float16
+    - `outside-optimizer`, `non-finite before`: load or write finite values: `assert all(p.isfinite().all() for p in
+      model.parameters())` after loading
+    - keep the parameters in float32 and use `torch.autocast` with a gradient scaler instead of `model.half()`, or an
+      eps that the dtype can hold; put an eps into each division of an optimizer of your own
     - restart from the last checkpoint whose parameters and optimizer state are finite: skipping the step does not
       repair moments
     """
@@ -79,12 +84,7 @@ class NonfiniteParameter(NonfiniteRule):
             return replace(
                 finding, title=_UNSEEN, causes=(*unseen, *finding.causes), actions=actions, evidence=evidence
             )
-        if verdict.phase != "outside-optimizer":
-            return finding
-        # what the optimizer does is no cause of what was written between two of its steps
-        likely = ("a checkpoint", "a parameter created")
-        causes = sorted(finding.causes, key=lambda text: [not text.startswith(words) for words in likely])
-        return replace(finding, causes=tuple(causes))
+        return finding
 
     @classmethod
     def verdict(cls, step: Step) -> Verdict | None:

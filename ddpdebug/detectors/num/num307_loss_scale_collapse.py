@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
@@ -39,21 +40,26 @@ class LossScaleCollapse(Detector):
     the upper end. Skips are no calls of `optimizer.step`, so count them as steps in which the scale went down.
 
     Causes:
-    - a real nan or inf in forward or backward that no scale can cure
+    - `skips`: a short `growth_interval`, so that the scale is pushed over the edge again and again
+    - `collapsed`: a real nan or inf in forward or backward that no scale can cure
     - activations that overflow float16 by themselves, often a model pretrained in bfloat16
     - gradients that explode: learning rate too high, no clipping, a loss summed over many tokens
-    - a short `growth_interval`, so that the scale is pushed over the edge again and again
 
     Remedy:
-    - find the non-finite value first; a lower scale only hides it
+    - `skips`: raise `growth_interval` (2000 is torch's own)
+    - `collapsed`: find the non-finite value first; a lower scale only hides it
     - then prefer bfloat16, which needs no scaler
-    - keep sensitive modules in float32, average the loss, warm the learning rate up, raise `growth_interval`, clip
-      after `scaler.unscale_(optimizer)`, and step the scheduler only when the scale did not fall
+    - keep sensitive modules in float32, average the loss, warm the learning rate up, clip after
+      `scaler.unscale_(optimizer)`, and step the scheduler only when the scale did not fall
     """
 
     code = "NUM307"
     severity = Severity.WARNING
     title = "the loss scaler skips too many steps or has collapsed"
+    titles: ClassVar[Mapping[str, str]] = {
+        "collapsed": "the loss scale has collapsed",
+        "skips": "the loss scaler skips too many steps",
+    }
     reads = ("loss_scale",)
     incident = ()
     scale_collapsed = Threshold(

@@ -100,14 +100,16 @@ class ParametersDiffer(ComparisonRule):
     - `load`: a checkpoint was loaded on one rank, or the ranks found different files
     - `init`: parameters were drawn or changed after `DistributedDataParallel(...)` had broadcast rank 0's
     - `optimizer`: an optimizer whose update depends on the rank (own random numbers, own step count, extra decay)
-    - `bit flip`: memory, a bus or a device has flipped a bit: one element differs, by single bits
+    - `flipped bits`: memory, a bus or a device has flipped a bit: one element differs, by single bits
 
     Remedy:
     - `outside-optimizer`: make the edit on all ranks, or make it on one and `torch.distributed.broadcast` the result
     - `load`: load checkpoints on every rank, before wrapping, with `map_location`
     - `init`: move every initialisation in front of `DistributedDataParallel(...)`
+    - `optimizer`: keep what the update depends on alike on all ranks: draws, step counts, settings
     - to go on with a run, broadcast rank 0's parameters and optimizer state, or restart from the last good checkpoint
-    - `bit flip`: run again from the last good checkpoint; if a bit flips on the same device again, test or replace it
+    - `flipped bits`: run again from the last good checkpoint; if a bit flips on the same device again, test or replace
+      it
     """
 
     code = "RANK101"

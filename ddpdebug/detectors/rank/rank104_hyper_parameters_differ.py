@@ -25,15 +25,19 @@ class HyperParametersDiffer(ComparisonRule):
     that only this rank knows goes into a schedule.
 
     Causes:
-    - a scheduler driven by a local number: `ReduceLROnPlateau.step(val_loss)` with each rank's own validation loss
+    - `params`: groups that are put together from a set, or by what differs on a rank: the same settings, other
+      parameters
+    - `from the start`: the settings are computed from the rank, from a node's configuration file or from an environment
+      variable of one rank
     - a scheduler that counts this rank's batches, tokens or samples, or is stepped on rank 0 only
-    - the learning rate computed from the rank, the node's configuration file or a per-rank environment variable
+    - a scheduler driven by a local number: `ReduceLROnPlateau.step(val_loss)` with each rank's own validation loss
     - the scheduler or optimizer state was restored on some ranks only
 
     Remedy:
-    - all-reduce the number that drives the schedule (`dist.all_reduce(val_loss)`; divide by the world size) first
+    - `params`: build groups from `model.named_parameters()`, in that order, by names alone
+    - `from the start`: read the configuration on rank 0 and broadcast it with `dist.broadcast_object_list`
     - step schedulers on every rank, from the global step
-    - read the configuration on rank 0 and broadcast it with `dist.broadcast_object_list`
+    - all-reduce the number that drives the schedule (`dist.all_reduce(val_loss)`; divide by the world size) first
     - restart from a checkpoint that is older than the named step: the parameters have parted since
     """
 

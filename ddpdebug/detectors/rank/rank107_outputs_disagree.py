@@ -87,8 +87,8 @@ class OutputsDisagree(Detector):
     hooks that print `output.double().sum()` per module; the first module that differs is the one to read.
 
     Causes:
+    - `precision`: autocast, TF32, matmul precision or deterministic settings differ between ranks
     - a setting that is not a parameter or a buffer differs: eps, temperature, a mask length, a module replaced by hand
-    - autocast, TF32, matmul precision or deterministic settings differ between ranks
     - different library versions or device types on the nodes
     - a tensor kept in a plain attribute, which DDP does not broadcast: drawn under a seed per rank (random features,
       noise tables), or a cache or running average that each rank updates from its own data
@@ -97,9 +97,10 @@ class OutputsDisagree(Detector):
     - a defective device
 
     Remedy:
+    - `precision`: set precision and determinism switches on all ranks: `torch.backends.cuda.matmul.allow_tf32`,
+      `autocast`
     - read all settings from one place and broadcast them; keep state in buffers
     - `register_buffer` what the model computes with and does not train: DDP then broadcasts it from rank 0
-    - set precision and determinism switches on all ranks: `torch.backends.cuda.matmul.allow_tf32`, `autocast`
     - if only one device is off and the software is the same, swap the device and compare again
     """
 

@@ -68,15 +68,16 @@ class LossOutlier(StreakRule):
     another rank's.
 
     Causes:
+    - `offset`: numbers of classes that begin at 1 on one rank and at 0 on the others, or in another order
     - labels that do not belong to the inputs on this rank (shifted file, other class order, stale cache)
-    - numbers of classes that begin at 1 on one rank and at 0 on the others, or in another order
     - other preprocessing: normalisation left out, other vocabulary, other crop
     - a shard that really is harder or easier, which is no mistake
     - this rank computes the loss differently (weights, label smoothing, reduction)
 
     Remedy:
-    - shuffle before sharding, so that shards are alike
+    - `offset`: number classes once, from one sorted list, for all ranks
     - hash the label file and the preprocessing configuration on each rank and compare
+    - shuffle before sharding, so that shards are alike
     - if the shard is meant to differ, leave it: nothing is wrong with the synchronisation
     """
 
@@ -310,8 +311,8 @@ class LossOutlier(StreakRule):
             phase="gradients",
             title="the ranks' gradients contradict each other although their labels are alike",
             evidence={
-                "mean_over_own": share,
-                "cosine": share - 1 if count == 2 else None,
+                "mean_gradient_over_own": share,
+                "cosine_between_ranks": share - 1 if count == 2 else None,
                 "norm_over_first": size,
                 "steps": len(pulls),
             },
@@ -355,7 +356,12 @@ class LossOutlier(StreakRule):
                 step=window[0].step,
                 ranks=(rank,),
                 subject=("loss",),
-                evidence={"z": z, "excess": excess, "window": len(window), "median_loss": medians},
+                evidence={
+                    "deviations_from_the_median": z,
+                    "excess": excess,
+                    "window": len(window),
+                    "median_loss": medians,
+                },
             )
 
     def _apart(self, window: Sequence[Mapping[int, float]]) -> Iterator[_Outlier]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.comparison import replica_groups
 from ddpdebug.detectors.examples import step_at, steps
@@ -25,20 +26,25 @@ class LossScaleDiffers(ComparisonRule):
     reduction, or the reduction did not happen.
 
     Causes:
-    - gradients changed on one rank between `backward()` and `scaler.step` (a guard that writes inf, own clipping)
-    - `GradScaler(init_scale=...)` or its state restored differently per rank
+    - `scale`: `GradScaler(init_scale=...)` or its state restored differently per rank
+    - `scale`: `scaler.update(new_scale)` with a number that only this rank knows
+    - `skip`: gradients changed on one rank between `backward()` and `scaler.step` (a guard that writes inf, own
+      clipping)
     - gradients that are not synchronised, so that an overflow stays on the rank that made it
-    - `scaler.update(new_scale)` with a number that only this rank knows
 
     Remedy:
-    - make one scaler per process with the same arguments, restore its state on all ranks
+    - `scale`: make one scaler per process with the same arguments, restore its state on all ranks
+    - `skip`: leave gradients alone after the reduction, or do the same to them on all ranks
     - decide to skip together: `dist.all_reduce(found_inf, op=ReduceOp.MAX)` before `scaler.step`
-    - leave gradients alone after the reduction, or do the same to them on all ranks
     """
 
     code = "RANK109"
     severity = Severity.CRITICAL
     title = "loss scale or skipped steps differ between ranks"
+    titles: ClassVar[Mapping[str, str]] = {
+        "scale": "the loss scale differs between ranks",
+        "skip": "some ranks skip a step that others take",
+    }
     reads = ("loss_scale", Flag.SKIPPED)
     of_several = True
     incident = ()  # a rank that skips alone has another scale afterwards

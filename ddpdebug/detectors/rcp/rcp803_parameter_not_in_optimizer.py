@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import step_at, steps
@@ -29,22 +29,27 @@ class ParameterNotInOptimizer(StepHabit, EventRule):
     the last change of the model, and read the name filters that build the groups.
 
     Causes:
+    - `twice`: two optimizers that overlap, or one built from model and submodule both
     - a module added or replaced after the optimizer was built
     - name filters for decay and no decay that leave some parameters out
     - only a part of the model was given (`model.head.parameters()`)
-    - two optimizers that overlap, or one built from model and submodule both
     - a learnable loss or temperature outside the model that nobody added
 
     Remedy:
-    - build the optimizer last, from `model.named_parameters()`, and assert that the groups together hold each
-      trainable parameter exactly once. torch refuses a parameter in two groups of one optimizer, but only warns
-      inside one group and knows nothing of a second optimizer
+    - `twice`: give each parameter to one optimizer; torch refuses it twice in groups of one optimizer, and knows
+      nothing of a second
+    - build the optimizer last, from `model.named_parameters()`, and assert that the groups together hold each trainable
+      parameter exactly once
     - freeze with `requires_grad_(False)` what is not meant to train
     """
 
     code = "RCP803"
     severity = Severity.ERROR
     title = "a trainable parameter is in no optimizer, or is held twice"
+    titles: ClassVar[Mapping[str, str]] = {
+        "missing": "a trainable parameter is in no optimizer",
+        "twice": "a parameter is stepped by two optimizers",
+    }
     events = ("audit:missing",)
     flag = Flag.STEPPED_TWICE
     key = "twice"

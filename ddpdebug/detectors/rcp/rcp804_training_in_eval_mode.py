@@ -14,8 +14,8 @@ from ddpdebug.schema.row import Flag
 _EVAL: dict[int, Any] = {r: {"modes": {"modules": ["drop", "bn1"], "location": "train.py:40"}} for r in range(4)}
 
 _OF_A_PART = (
-    "a pretrained part that its loading function (`from_pretrained`) returns in eval mode",
-    "`eval()` called on that part alone, to look at its features, without `train()` afterwards",
+    "`from the start`: a pretrained part that its loading function (`from_pretrained`) returns in eval mode",
+    "`later`: `eval()` called on that part alone, to look at its features, without `train()` afterwards",
     "a new model around it: a module is made in train mode, and leaves what it is given as it is",
 )
 

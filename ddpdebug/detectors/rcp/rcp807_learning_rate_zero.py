@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
@@ -25,22 +26,26 @@ class LearningRateZero(Detector):
     Compare the step count with the schedule's total.
 
     Causes:
-    - the schedule has reached its end: its total is too small (RCP806)
     - `elsewhere`: the scheduler was built for an optimizer that has since been replaced or wrapped
     - `elsewhere`: `optimizer.lr = x` or `optimizer.defaults["lr"] = x`, which nothing reads
+    - the schedule has reached its end: its total is too small (RCP806)
     - a warm-up that starts at 0 and is never advanced, or integer division in its factor
     - a group added later whose lr the schedule does not cover
 
     Remedy:
     - `elsewhere`: set `group["lr"] = x` for each group, or build the scheduler after the final optimizer
-    - use `(step + 1) / warmup`
     - give the schedule the real number of steps and a floor (`eta_min`)
+    - begin a warm-up at `(step + 1) / warmup`
     - after `load_state_dict` print the groups: the checkpoint's lr replaces the new one
     """
 
     code = "RCP807"
     severity = Severity.WARNING
     title = "the learning rate is zero, or changes to it do not reach the optimizer"
+    titles: ClassVar[Mapping[str, str]] = {
+        "zero": "the learning rate is zero",
+        "elsewhere": "changes of the learning rate do not reach the optimizer",
+    }
     wants = ("recipe",)
     rate_faded = Threshold(
         1e-06,

@@ -38,15 +38,16 @@ class LossDetached(EventRule):
     `no_grad` and `inference_mode` between the named module and the loss.
 
     Causes:
+    - `run without gradients`: `torch.no_grad()` or `inference_mode()` around more than was meant
     - `detach()`, `.data` or a round trip through numpy or Python numbers on the path
-    - `torch.no_grad()` or `inference_mode()` around more than was meant
     - `torch.tensor(values)` around existing tensors instead of `torch.stack(values)`
     - a discrete operation: argmax, sampling, rounding
     - `checkpoint(..., use_reentrant=True)` with inputs that do not require grad
 
     Remedy:
-    - keep tensors as tensors (`torch.stack`, `torch.cat`); move `no_grad` to the teacher only; use `checkpoint(...,
-      use_reentrant=False)`; use a straight-through estimator or Gumbel softmax for discrete choices
+    - `run without gradients`: move `no_grad` to what shall not train (a teacher), and nothing else
+    - keep tensors as tensors (`torch.stack`, `torch.cat`); use `checkpoint(..., use_reentrant=False)`; use a
+      straight-through estimator or Gumbel softmax for discrete choices
     - freeze the part with `requires_grad_(False)` before DDP wraps the model if the cut was intended
     """
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.slow.timing import PaceRule, Timing, Window, duration, job, main_phase, per_step
@@ -66,18 +66,22 @@ class Straggler(PaceRule):
     node: clocks, temperature and throttling (`nvidia-smi -q -d PERFORMANCE`), CPU load and affinity, link speed.
 
     Causes:
+    - `data`: slower storage, or fewer CPU cores for its loader
+    - `other`, `pauses`: work for this rank only (rank 0): logging, checkpoint, progress bar, `.item()` in every step
+    - `pauses`: garbage collection: many objects that live long, collected on each rank at another step
+    - `forward`, `backward`, `optimizer`: work of the script's own on this rank only: a hook, a request, a file, states
+      kept elsewhere
+    - `mixed`: a slow device or host: thermal or power throttling, a shared CPU, wrong NUMA binding, a degraded link
     - more work in its batches: longer sequences, more boxes, more tokens
-    - a slow device or host: thermal or power throttling, a shared CPU, wrong NUMA binding, a degraded link
-    - work for this rank only (rank 0): logging, checkpoint, progress bar, `.item()` in every step
-    - slower storage, or fewer CPU cores for its loader
-    - garbage collection: many objects that live long, collected on each rank at another step
 
     Remedy:
+    - `data`: copy the data to a local disk, or give this rank's loader more workers or cores
+    - `other`, `pauses`: move this rank's extra work to a thread or make it rare
+    - `pauses`: for garbage collection: `gc.freeze()` after setting up, and `gc.collect()` on all ranks at the same step
+    - `forward`, `backward`, `optimizer`: compare the stacks of this rank with another's (`ddpdebug stacks RUN_DIR`)
+    - `mixed`: swap the node: if the slowness stays with it, it is the hardware; if it moves with the rank, it is the
+      data; pin processes and check `OMP_NUM_THREADS` (torchrun sets it to 1 when it is unset)
     - balance the work: bucket by length, or fill batches to a number of tokens instead of samples
-    - move rank 0's extra work to a thread or make it rare
-    - pin processes and check `OMP_NUM_THREADS` (torchrun sets it to 1 when it is unset)
-    - for garbage collection: `gc.freeze()` after setting up, and `gc.collect()` on all ranks at the same step
-    - swap the node: if the slowness stays with it, it is the hardware; if it moves with the rank, it is the data
     """
 
     code = "SLOW601"
@@ -85,12 +89,6 @@ class Straggler(PaceRule):
     title = "one rank is persistently slower"
     of_several = True
     incident = ("ranks",)
-    likely: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "data": ("loader",),
-        **dict.fromkeys(("forward", "backward", "optimizer", "mixed"), ("a slow device",)),
-        "other": ("rank 0",),
-        "pauses": ("rank 0", "garbage collection"),
-    }
     pace_warm_up, pace_block = PaceRule.pace_warm_up, PaceRule.pace_block
     pace_window = Threshold(
         64,

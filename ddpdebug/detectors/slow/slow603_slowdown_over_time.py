@@ -70,8 +70,8 @@ class SlowdownOverTime(PaceRule):
     - allocator retries near the memory limit
 
     Remedy:
-    - for recompilation run with `TORCH_LOGS=recompiles` and pad to fixed shapes or mark dynamic dimensions
     - remove what accumulates (MEM402, MEM403, MEM406)
+    - for recompilation run with `TORCH_LOGS=recompiles` and pad to fixed shapes or mark dynamic dimensions
     - profile three steps before and after with `torch.profiler.profile` and compare
     - restart from a checkpoint: if speed returns, it is state in the process; if it does not, it is data or hardware
     """

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Detector, Fields, Finding, Step, Threshold
@@ -231,8 +231,6 @@ class PaceRule(Detector):
     """
 
     keeps_newest = True
-    #: Phase -> words in the causes that are likely there.
-    likely: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     pace_warm_up = Threshold(
         8,
         "first iterations of the training loop, which are not looked at",
@@ -273,11 +271,8 @@ class PaceRule(Detector):
         return added(part)
 
     def finding(self, at: Step | None = None, /, **fields: Any) -> Finding:
-        """Return a finding as of the newest iteration, with the likely causes of its phase first."""
-        found = super().finding(at, **{"last_step": self._iterations.number, **fields})
-        words = self.likely.get(found.phase or "", ())
-        causes = sorted(found.causes, key=lambda cause: not any(word in cause for word in words))
-        return replace(found, causes=causes)
+        """Return a finding as of the newest iteration."""
+        return super().finding(at, **{"last_step": self._iterations.number, **fields})
 
 
 class Window:

@@ -44,16 +44,17 @@ class GradientsDiffer(GradientRule):
     means that the reduction did not cover the parameter; unequal only later means that your code changed it.
 
     Causes:
+    - `hook`: a comm hook or a manual `all_reduce` that covers some parameters only, or returns before it has finished
     - a parameter that took no part in the forward of some rank, with `find_unused_parameters=False`: DDP waits for its
       gradient and never reduces the bucket
     - parameters used in a forward that went around DDP besides the one that went through it (two losses, two models)
-    - a comm hook or a manual `all_reduce` that covers some parameters only, or returns before it has finished
     - the same model driven by two DDP wrappers, or `backward()` called on some ranks only
 
     Remedy:
+    - `hook`: cover the whole bucket in a comm hook, and return the future of the reduction itself, not one that is done
+      already
     - give every parameter a part in every forward, or pass `find_unused_parameters=True`
     - send every forward that has gradients through the DDP object
-    - return from a comm hook the future of the reduction itself, not one that is done already
     - restart from a checkpoint older than the named step
     """
 

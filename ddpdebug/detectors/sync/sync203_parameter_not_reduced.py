@@ -29,16 +29,16 @@ class ParameterNotReduced(GradientRule):
     turned back), `never-wrapped` (in no DDP at all). Search for that change behind the wrapping.
 
     Causes:
-    - `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
-    - a head or an adapter added or swapped after wrapping
-    - `model.double().float()`, `.to(dtype)` or a device move after wrapping
-    - a second module (discriminator, criterion with weights, projection) whose parameters are in the optimizer, but
-      that was never wrapped
+    - `never-wrapped`: a second module (discriminator, criterion with weights, projection) whose parameters are in the
+      optimizer, but that was never wrapped
+    - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
+    - `retyped`: `model.double().float()`, `.to(dtype)` or a device move after wrapping
+    - `unfrozen`: `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
 
     Remedy:
+    - `never-wrapped`: wrap every module that has trainable parameters, or put them into the one that is wrapped
+    - `unfrozen`: keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
     - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change
-    - for gradual unfreezing keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
-    - wrap every module that has trainable parameters, or put them into the one that is wrapped
     """
 
     code = "SYNC203"

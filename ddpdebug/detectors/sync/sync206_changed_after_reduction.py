@@ -42,15 +42,18 @@ class ChangedAfterReduction(GradientRule):
     `optimizer.step()` that reads or writes `p.grad`; with accumulation also for clipping inside `no_sync()`.
 
     Causes:
-    - clipping with a limit or a norm that differs between ranks, or on one rank only
-    - gradients zeroed, masked or replaced (`nan_to_num_`, outlier guards) on the rank that saw the bad batch
+    - `clipping`: clipping with a limit or a norm that differs between ranks, or on one rank only
+    - `before-reduction`: `clip_grad_norm_` called on each rank's own gradients before a manual all-reduce, or on each
+      micro-batch
+    - gradients zeroed, masked or replaced (`nan_to_num_`, outlier guards) on some ranks only, or by a mask of each
+      rank's own
     - gradients divided by this rank's own number of tokens or samples after the all-reduce
-    - `clip_grad_norm_` called on each micro-batch, or before a manual all-reduce
     - noise added to gradients from each rank's own generator
 
     Remedy:
-    - clip once, right before the step, after the last synchronised backward, with the same limit on all ranks
-    - decide about skipping or masking together: all-reduce the flag, then do the same on all ranks
+    - `clipping`, `before-reduction`: clip once, right before the step, after the last synchronised backward, with the
+      same limit on all ranks
+    - do to the gradients the same on all ranks: broadcast the mask, the flag or the seed first
     - put per-rank weights into the loss, before `backward()`, so that the average is right
     """
 

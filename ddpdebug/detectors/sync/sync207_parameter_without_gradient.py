@@ -30,15 +30,19 @@ class ParameterWithoutGradient(Detector):
     None`, and follow their module's output to the loss: it is not called, or its result is not used, or detached.
 
     Causes:
+    - `some ranks only`: a branch that depends on the data, taken on some ranks only
+    - `of another model`: the optimizer was built before the parameters were replaced (`fully_shard`, a new layer): it
+      holds the old ones
     - a layer or a head that this configuration does not use (auxiliary loss off, pooler of a language model)
     - an output that is computed and not part of the loss, or cut by `detach()` or `no_grad()`
-    - a branch that depends on the data, taken on some ranks only
     - a parameter that belongs into another optimizer or should be frozen
 
     Remedy:
+    - `some ranks only`: keep data-dependent branches the same on all ranks, or add `0 * branch.sum()` where the branch
+      is not taken
+    - `of another model`: build the optimizer last, after `fully_shard` and all changes of the model
     - remove the layer, or `requires_grad_(False)` before wrapping
     - give it a part in the loss, or pass `find_unused_parameters=True` if it is used in some steps only
-    - keep data-dependent branches the same on all ranks, or add `0 * branch.sum()` where the branch is not taken
     """
 
     code = "SYNC207"
@@ -128,6 +132,10 @@ class ParameterWithoutGradient(Detector):
     def _report(self, step: Step, without: Mapping[str, list[str]], what: str) -> Finding:
         ranks = _lacking(step)
         names = dict.fromkeys(name for own in without.values() for name in own)
+        if len(ranks) < step.world:
+            what += ", on some ranks only"
+        elif all(name.startswith("parameter[") for name in names):
+            what += ": the optimizer's parameters are of another model than the one that trains"
         return self.finding(
             step,
             ranks=ranks,

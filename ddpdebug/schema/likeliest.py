@@ -1,0 +1,74 @@
+"""The order of a finding's causes and remedies: what its own evidence speaks for comes first. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdebug.schema.finding import Finding
+
+_TAGS = re.compile(r"(?:`[\w -]+`, )*`[\w -]+`: ")
+_TAG = re.compile(r"`([\w -]+)`")
+#: `SqrtBackward0` and `aten._softmax.default` are looked for as `sqrt` and `softmax`.
+_NODE, _CAPITAL = re.compile(r"\b(\w+?)Backward(\d*)\b"), re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+#: Evidence that says more than the phase does.
+_LOUDEST = "flipped bits"
+
+
+def likeliest_first(finding: Finding) -> tuple[list[str], list[str]]:
+    """Return the causes and the remedies of a finding in the order in which the finding speaks for them.
+
+    One may begin with tags: words in backticks, separated by commas, with a colon behind the last. A tag fits where it
+    is the finding's phase, and where its words stand in the subject or the evidence (as the name of an entry, in a
+    text, as an operation); `from the start` and `later` fit by the step. First comes what fits the phase, then what
+    fits the rest, then what has no tag, last what belongs to others.
+    """
+    shown = "\n".join((*_when(finding.step), *finding.subject, *_entries(finding.evidence)))
+    first = _LOUDEST if finding.evidence.get(_LOUDEST.replace(" ", "_")) else finding.phase
+
+    def place(text: str) -> int:
+        known = _TAGS.match(text)
+        tags = _TAG.findall(known[0]) if known else []
+        if first in tags:
+            return 0
+        if any(re.search(rf"\b{re.escape(tag)}(_forward|2_d)?\b", shown) for tag in tags):
+            return 1
+        return 3 if tags else 2
+
+    return sorted(finding.causes, key=place), sorted(finding.actions, key=place)
+
+
+def untagged(text: str) -> str:
+    """Return a cause or a remedy without its tags."""
+    return text[known.end() :] if (known := _TAGS.match(text)) else text
+
+
+def _when(step: int | None) -> tuple[str, ...]:
+    return () if step is None else ("later" if step else "from the start",)
+
+
+def _entries(evidence: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each name and each text of evidence, but of what is zero, empty, false or unknown."""
+    for name, value in evidence.items():
+        if value:
+            label = name.replace("_", " ")
+            yield label
+            yield from (f"{label} {text}" for text in _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            if isinstance(each, Mapping):  # a tensor: how many zeros, nan and inf it holds
+                yield from (name for name, count in each.items() if count)
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield _NODE.sub(_operation, value).replace("aten._", "aten.")
+
+
+def _operation(node: re.Match[str]) -> str:
+    """Return `sqrt` for `SqrtBackward0`; a node without a number is that of a function of the script's own."""
+    return _CAPITAL.sub("_", node[1]).lower() if node[2] else f"{node[0]}, an autograd function"
