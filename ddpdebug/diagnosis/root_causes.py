@@ -70,7 +70,7 @@ class Incident:
 
     @property
     def top(self) -> Incident:
-        """The incident that this one follows from in the end."""
+        """The incident that is the root cause of this one."""
         return self if self.root is None else self.root.top
 
     def again(self, step: int | None) -> None:

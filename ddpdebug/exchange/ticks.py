@@ -80,7 +80,7 @@ class Group(Protocol):
         """Write down why this rank goes, for those whose gathers are about to fail."""
 
     def word(self) -> str | None:
-        """Return what a rank that went has left."""
+        """Return the last message of a rank that has left."""
 
 
 #: Who says something, and what, as JSON.

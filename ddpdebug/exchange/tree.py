@@ -43,7 +43,7 @@ class Words(Protocol):
         """Write down why this rank goes, for those whose gathers are about to fail."""
 
     def word(self) -> str | None:
-        """Return what a rank that went has left."""
+        """Return the last message of a rank that has left."""
 
 
 @dataclass(frozen=True, slots=True)

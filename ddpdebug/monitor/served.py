@@ -109,7 +109,7 @@ class Served:
         self._tell = tell
 
     def open(self) -> str:
-        """Return the address; raise OSError where nothing is served there."""
+        """Bind the port and return the address; raise OSError where that is not possible."""
         said = dict[str, Any]()
         with suppress(GoneError):
             said = json.loads(self._channel.receive(_ADDRESS_SECONDS) or b"{}")

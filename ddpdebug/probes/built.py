@@ -51,7 +51,7 @@ class Built:
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
 
     def note(self, thing: Any) -> None:
-        """Note a module or an optimizer, whose class is not asked of itself: a proxy may not like to be asked."""
+        """Note a module or an optimizer, by `type`: reading `__class__` of a proxy may run code of the script."""
         kind = type(thing)
         if issubclass(kind, torch.nn.Module):
             self.module(thing)

@@ -139,7 +139,7 @@ class StepCalls(Part, key="probe:clip"):
 
     @property
     def clips(self) -> list[Clip]:
-        """The clippings; may wait for a device."""
+        """Return the calls that clipped gradients; may wait for a device."""
         return [
             Clip(norm=c.norm(), max=c.limit, before_sync=c.before_sync, location=c.location) for c in self.clippings
         ]

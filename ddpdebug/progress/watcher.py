@@ -165,7 +165,7 @@ class Watcher:
         self._read = 0.0
 
     def look(self, *, exact: bool = False) -> RankProgress:
-        """Return what is seen now, `exact` while somebody waits."""
+        """Return where this rank is now; `exact` reads its stack as well, while a rank waits."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
         counts = self._counts(exact=exact or now - self._since >= WAIT_SECONDS)

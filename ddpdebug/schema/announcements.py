@@ -28,7 +28,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement(Struct):
-    """What one rank has announced.
+    """A fact that one rank sends to the others: its loader, its loss, how it ended.
 
     Attributes:
         topic: the name on the wire and in files, without number.

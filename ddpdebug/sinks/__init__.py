@@ -1,4 +1,4 @@
-"""Records, and the sinks that take them. A sink has one method, never raises into training, never communicates."""
+"""Records, and the sinks that take them. A sink has one method, never raises into training, calls no collective."""
 
 from __future__ import annotations
 

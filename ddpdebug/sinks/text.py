@@ -44,6 +44,10 @@ _LONG = frozenset(
     {
         "digests",
         "bytes_per_step",
+        "cost_seconds",
+        "keys",
+        "share",
+        "states",
         "samples",
         "consequences",
         "stacks",
@@ -221,7 +225,7 @@ def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:
         ("missing", [f"{ranks_of(ranks)}: {text}" for ranks, text in tables["missing"].items()]),
         ("calls", calls),
         # what was called says it already
-        ("waits", [] if calls and tables["waiting"].keys() <= tables["calls"].keys() else waits),
+        ("waits", [] if calls and {*tables["waiting"].values()} <= {*tables["calls"].values()} else waits),
         (
             "so far",
             [f"collectives of {_by_rank(counts)}"] if isinstance(counts, Mapping) and _is_by_rank(counts) else [],
@@ -321,19 +325,28 @@ def _figures(finding: Finding, world: int | None) -> list[str]:
     if (element := element_text(evidence)) is not None:
         return [element]
     sides, found = evidence.get(UNDECIDED), list[str]()
-    if sides and _are_ranks(sides) and (world or 0) > 2:
+    if sides and _are_ranks(sides) and (world or 0) > 2 and any(len(side) > 1 for side in sides):
         found.append(_against(sides))
     errors = [clean(essence(str(evidence[key])), _MAX_LINE) for key in _ERRORS if evidence.get(key)]
     plain = {
         key: value
         for key, value in evidence.items()
-        if key not in _APART | _LONG | _OF_DEPTH and key not in _ERRORS and value not in (None, "", finding.phase)
+        if key not in _APART | _LONG | _OF_DEPTH
+        and key not in _ERRORS
+        and value not in (None, "", finding.phase)
+        and not (isinstance(value, str) and value in finding.title)
     }
     observed = plain.pop("observed", None)
     told = [clean(observed, _MAX_LINE)] if isinstance(observed, str) else []
+    plain = {key: _other_than(finding.phase, value) for key, value in plain.items()}
     first = sorted(plain.items(), key=lambda item: 0 if item[0] == "operation" else 1 if _is_table(item[1]) else 2)
     simple = (_simple(key, value) for key, value in first)
     return [*errors, *told, *found, *filter(None, simple)][:_MAX_FIGURES]
+
+
+def _other_than(phase: str | None, value: Any) -> Any:
+    """Return a table without what says of each thing what the phase says of all."""
+    return {key: one for key, one in value.items() if one != phase} if isinstance(value, Mapping) else value
 
 
 def _is_table(value: object) -> bool:

@@ -230,7 +230,7 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
 
 
 def call_of(placeholder: str, arguments: list[ast.expr]) -> ast.Call:
-    """Return a call of the constant that stands for a look: written so that the compiler says nothing about it."""
+    """Return the bytecode that calls a constant, the hook; compiling a call of a constant would print a warning."""
     look = ast.BoolOp(op=ast.Or(), values=[ast.Constant(placeholder), ast.Constant(None)])
     return ast.Call(func=look, args=arguments, keywords=[])
 

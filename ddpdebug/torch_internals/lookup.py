@@ -1,4 +1,4 @@
-"""Looking up private names of torch: each is registered with what it is for, its probe, and what is off without it."""
+"""Looking up private names of torch: each is registered with what it is for and which probe is off without it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Name:
 
     Args:
         path: where it is, with its modules and class.
-        off: what is off without it.
+        off: which probe is off without it.
         found: whether this torch has it; asked anew each time.
         applies: false where this build of torch, or this process, cannot have it: no CUDA, a part that is not loaded.
         by_doctor: the probe loads or computes something, which only `ddpdebug doctor` and the tests do.

@@ -1,4 +1,4 @@
-"""The private names of torch that ddpdebug uses, all of them: what each is for, and what is off without it.
+"""The private names of torch that ddpdebug uses, all of them: what each is for, and which probe is off without it.
 
 Nothing else in ddpdebug touches a name of torch's with an underscore (`tests/torch_internals/test_private_names.py`).
 A name that this torch has not is said when ddpdebug attaches; what needs it is left out, or switches its part off when

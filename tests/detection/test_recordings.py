@@ -51,6 +51,8 @@ def test_recordings_are_judged_as_their_runs_were(family: str) -> None:
         shown = [finding.causes[0] for finding in findings if finding.code in case.codes and finding.causes]
         if one.fault and not any(_CAUSES.get(one.script, "") in cause for cause in shown):
             misled[one.script] = shown
+        for finding in findings:  # they agreed before they parted
+            assert finding.evidence.get("agreed_after_step", -1) < (finding.step or 0), (one.name, finding)
     assert otherwise == {}
     assert wrong == {}
     assert misled == {}

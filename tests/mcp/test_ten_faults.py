@@ -19,7 +19,7 @@ from ddpdebug.detectors.pages import pages
 
 #: Recorded run -> code, step, ranks, what the code is about, line of the script, and a word of what to do.
 _FAULTS: dict[str, tuple[str, int, list[int], str, int, str]] = {
-    "data903_class_out_of_range": ("DATA903", 12, [0, 1], "labels", 33, "remap labels"),
+    "data903_class_out_of_range": ("DATA903", 12, [0, 1], "labels", 33, "number classes from 0"),
     "data910_another_version_on_one_node": ("DATA910", 15, [2], "items", 69, "checksums"),
     "mem401_one_long_batch": ("MEM401", 22, [2], "gate", 36, "length"),
     "num301_attention_logits_in_half": ("NUM301", 12, [1], "blocks.0.attend", 34, "float32"),

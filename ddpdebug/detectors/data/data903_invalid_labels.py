@@ -41,6 +41,10 @@ _CASES = {
 }
 
 
+_CASES_TITLE = "targets of 0 and 1 for a loss that expects 1 and -1"
+_RANGE_TITLE = "targets outside of 0 to 1 for a binary loss"
+
+
 def _between(low: float, high: float) -> tuple[Facts]:
     return (Facts(topic="alone:loss", values={0: {**_FACT, "low": low, "high": high}}),)
 
@@ -60,7 +64,7 @@ class InvalidLabels(EventRule):
     - `labels from`, `labels to`: targets of -1 and 1, or 0 and 255, for a binary loss, which expects 0 to 1; label maps
       resized with interpolation
     - `neither 1 nor -1`: targets of 0 and 1 for a loss that knows 1 and -1 (`cosine_embedding_loss`,
-      `hinge_embedding_loss`, `soft_margin_loss`): it has no case for 0, and such samples are not pushed apart
+      `hinge_embedding_loss`, `soft_margin_loss`): samples of 0 get no gradient, or that of a case that does not exist
     - `Target -1`, `Target 255`: an ignore value other than -100, such as 255 in segmentation maps, without
       `ignore_index=255`
     - labels that start at 1, or an extra class (background, unknown) that the head lacks
@@ -103,12 +107,12 @@ class InvalidLabels(EventRule):
     def judge(self, fact: TargetRange | TargetCases | Failure) -> Fields | None:
         if isinstance(fact, TargetCases):
             evidence = {"targets": fact.targets, "neither_1_nor_-1": fact.neither, "allowed": [-1, 1]}
-            return {"subject": (fact.loss,), "evidence": evidence}
+            return {"title": _CASES_TITLE, "subject": (fact.loss,), "evidence": evidence}
         if isinstance(fact, TargetRange):
             if fact.low >= 0 and fact.high <= 1:  # a probability
                 return None
             evidence = {"labels_from": fact.low, "labels_to": fact.high, "allowed": [0, 1]}
-            return {"subject": (fact.loss,), "evidence": evidence}
+            return {"title": _RANGE_TITLE, "subject": (fact.loss,), "evidence": evidence}
         in_loss = _ON_DEVICE in fact.reason and fact.blocking and fact.phase == "loss"
         if not (in_loss or any(message in fact.reason for message in MESSAGES)):
             return None

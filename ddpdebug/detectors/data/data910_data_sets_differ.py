@@ -395,7 +395,7 @@ class DataSetsDiffer(Detector):
                 "loader": topic.replace("items", "loader"),
                 "differs": f"{_SAID[part]} of the same indices",
                 "indices": [int(i) for i in list(odd)[:MAX_NAMES]],
-                "indices_compared": seen.compared(fixed),
+                "indices_that_differ": f"{len(odd)} of {seen.compared(fixed)} compared",
                 "values": {str(rank): f"index {index}: {value}" for rank, value in values.items()},
                 **({} if one is None or one.dataset is None else {"dataset": one.dataset}),
             },

@@ -25,14 +25,14 @@ class SaturatedActivation(LayerRule):
     classifier at the end of training is saturated by success; hidden layers are what counts.
 
     Causes:
+    - `softmax`: attention scores without 1/sqrt(d), a temperature that is too low, queries and keys whose norms grow
     - pre-activations too large: inputs not normalised, initial weights too large
-    - attention scores without 1/sqrt(d), or queries and keys whose norms grow
     - weights that grew through a high learning rate
     - sigmoid or softmax in the middle of the network where no probability is needed
 
     Remedy:
-    - normalise in front of the activation, use `xavier_uniform_` with `calculate_gain("tanh")`, scale attention or
-      use `F.scaled_dot_product_attention`, normalise queries and keys
+    - `softmax`: use `F.scaled_dot_product_attention`, which scales, normalise queries and keys, raise the temperature
+    - normalise in front of the activation, use `xavier_uniform_` with `calculate_gain("tanh")`
     - prefer ReLU-like units in hidden layers
     - lower the learning rate of the group whose weights grow
     """
@@ -85,5 +85,5 @@ class SaturatedActivation(LayerRule):
                 saturated = least >= self.saturated_first
                 saturated &= self._begun.setdefault((step.optimizer, path), saturated and fresh)
             if saturated:
-                found[path] = {"kind": about.kind, "saturated": least, "mean": about.mean, "std": about.std}
+                found[path] = {"kind": about.kind, "share_saturated": least, "mean": about.mean, "std": about.std}
         return found if seen else None

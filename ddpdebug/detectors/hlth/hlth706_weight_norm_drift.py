@@ -52,7 +52,11 @@ class WeightNormDrift(LayerRule):
     severity = Severity.WARNING
     title = "a weight norm runs away or collapses"
     init_large = PoorInitialisation.init_large
-    titles: ClassVar[Mapping[str, str]] = {_VARIANCE: "the variance of a layer's output explodes or dies"}
+    titles: ClassVar[Mapping[str, str]] = {
+        "grew": "a weight norm runs away",
+        "shrank": "a weight norm collapses",
+        _VARIANCE: "the variance of a layer's output explodes or dies",
+    }
     variance_collapse = Threshold(
         0.01,
         "standard deviation of a hidden layer's output over its first samples",
@@ -129,7 +133,7 @@ class WeightNormDrift(LayerRule):
         return True
 
     def phase(self, name: str) -> str | None:
-        return _VARIANCE if name in self._layers else None
+        return _VARIANCE if name in self._layers else self._found[name]["change"].partition(" ")[0]
 
     def judge(self, step: Step) -> Fields | None:
         table = parameters(step)

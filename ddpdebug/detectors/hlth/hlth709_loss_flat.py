@@ -77,7 +77,8 @@ class LossFlat(LossRule):
     - a hint at underfitting: the model is too small, regularised too much, or its inputs lack what decides
 
     Remedy:
-    - overfit a single batch with regularisation off: success means data or schedule, failure means wiring
+    - overfit a single batch with regularisation off: where that works look at data and schedule, where it does not at
+      model, loss and optimizer
     - sweep the learning rate over decades
     - follow RCP801, RCP803, RCP807 and RCP810 before touching the architecture
     - on a hint at underfitting take a larger model, less decay and dropout, or more informative inputs; look first at
@@ -288,9 +289,9 @@ class LossFlat(LossRule):
         known = phase in _INFO
         since = series.steps[-int(self.plateau_steps)] if known else series.steps[0]
         evidence: dict[str, Any] = {
+            "loss": statistics.median(values[-16:]),
+            "loss_at_first": series.first,
             "curve": str(Shape(_INFO.get(phase, "flat"), since, step.step)),
-            "level": statistics.median(values[-16:]),
-            "first_level": series.first,
             "steps": len(values),
             "largest_update_over_weight": self._moved.get(key),
         }
@@ -368,9 +369,9 @@ class LossFlat(LossRule):
             phase="chance",
             title="the loss stays at chance: the model has learned nothing of the inputs",
             evidence={
+                "loss": statistics.median(series.last(int(self.chance_steps) // 2)),
+                "loss_at_chance": chance,
                 "curve": str(Shape("at chance", series.steps[0], step.step)),
-                "level": statistics.median(series.last(int(self.chance_steps) // 2)),
-                "chance": chance,
                 "steps": series.span,
                 "weights_moved_by": statistics.fmean(self._way[step.optimizer]) * series.span,
             },

@@ -30,7 +30,7 @@ class LossDiverges(LossRule):
 
     Remedy:
     - return to the last checkpoint before the first deviation, lower the peak rate by a factor of 2 to 10, clip to a
-      norm near the healthy median, and use bfloat16 or float32 for the suspicious part
+      norm near the healthy median
     - if it diverges at the same step again, look at the batch; if at another step, at the rate
     """
 
@@ -166,10 +166,10 @@ class LossDiverges(LossRule):
             subject=("loss",),
             severity=self.severity if certain else Severity.WARNING,
             evidence={
+                "best_loss": series.best,
+                "loss_now": level,
+                "loss_at_first": series.first,
                 "curve": str(Shape("diverging", series.steps[started], step.step)),
-                "level": level,
-                "best_level": series.best,
-                "first_level": series.first,
                 "update_over_weight": self._ratio.get(step.optimizer),
                 "newest": [f"step {at}: {v:.4g}" for at, v in zip(series.steps, values, strict=True)][-count:],
             },
@@ -223,12 +223,12 @@ class LossDiverges(LossRule):
             subject=("loss",),
             severity=Severity.WARNING,
             evidence={
+                "best_loss": series.best,
+                "loss_now": statistics.median(loss for _, loss in newest),
+                "loss_at_first": series.first,
                 "curve": str(Shape("unstable", newest[0][0], step.step)),
-                "level": statistics.median(loss for _, loss in newest),
-                "best_level": series.best,
-                "first_level": series.first,
                 "learning_rate": series.rates[-1],
-                "learning_rate_of_best_level": series.best_rate,
+                "learning_rate_of_best_loss": series.best_rate,
                 "update_over_weight": highest,
                 "newest": [f"step {at}: {loss:.4g}" for at, loss in newest],
             },

@@ -168,7 +168,7 @@ class LossOscillates(LossRule):
                     "period": f"{steps} steps",
                     "autocorrelation": strength,
                     "swing": swing(values),
-                    "level": level,
+                    "loss": level,
                     "update_over_weight": self._ratio.get(step.optimizer),
                 },
             )

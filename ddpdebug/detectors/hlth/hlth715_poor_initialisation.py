@@ -22,6 +22,9 @@ def _deep(factor: float, between: float | None = None) -> Mapping[str, Any]:
     return {f"l{k}": {**_linear(factor**k, k), "spread": spread**k} for k in range(6)}
 
 
+_ALIKE = "deep layers give nearly the same output for every input"
+
+
 class PoorInitialisation(SampledRule):
     """On the first batch the activations explode or die with depth, or units of a layer start as copies of each other.
 
@@ -140,9 +143,8 @@ class PoorInitialisation(SampledRule):
             evidence: dict[str, Any] = {"std_by_depth": profile, "std_of_last_over_first_layer": grown}
             if fades and begin:
                 between = {path: f"{spread:.3g}" for _, path, _, spread in seen if spread is not None}
-                evidence |= {
-                    "std_between_inputs": between,
-                    "between_inputs_std_of_last_over_first_layer": (end or 0.0) / begin,
-                }
+                lost = {"std_between_inputs_of_last_over_first_layer": (end or 0.0) / begin}
+                evidence = {**lost, "std_between_inputs": between, **evidence}
             phase = "explodes" if explodes else "dies"
-            yield self.finding(step, subject=(seen[-1][1],), phase=phase, evidence=evidence)
+            title = _ALIKE if fades and not explodes else self.titles[phase]
+            yield self.finding(step, title=title, subject=(seen[-1][1],), phase=phase, evidence=evidence)

@@ -33,7 +33,6 @@ class SampledRule(Detector):
 class LayerRule(SampledRule, StreakRule):
     """A rule that speaks when a layer looks bad in several samples in a row."""
 
-    titles: ClassVar[Mapping[str, str]] = {}  # of the phases whose title is not the rule's
     layer_samples = enough = Threshold(
         3,
         "samples in a row in which a layer must look bad",
@@ -67,7 +66,6 @@ class LayerRule(SampledRule, StreakRule):
                 step=min(streaks[name].first for name in names),
                 subject=tuple(names[:_MAX_SUBJECTS]),
                 phase=phase,
-                title=self.titles.get(phase or "", self.title),
                 evidence={
                     "layers": {name: self._found[name] for name in names[:_MAX_SUBJECTS]},
                     "samples": int(self.enough),

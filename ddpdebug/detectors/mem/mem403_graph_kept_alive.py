@@ -34,17 +34,19 @@ class GraphKeptAlive(TrendRule):
 
     Causes:
     - `tracebacks`: a kept exception, whose traceback keeps the frames of the forward and what they hold
+    - `hook`: outputs or features that a hook keeps
     - `losses.append(loss)` or `total += loss` instead of the detached value
     - an evaluation loss summed as a tensor without `torch.no_grad()`
     - a recurrent state, memory or target that is carried into the next step without `detach()`
-    - outputs or features stored on `self` in forward or in a hook
+    - outputs or features stored on `self` in forward
     - a metric object that keeps its inputs
 
     Remedy:
     - `tracebacks`: keep `str(error)`, or `error.with_traceback(None)`
+    - `hook`: store `output.detach()` in the hook
     - store `loss.item()` or `loss.detach()` at the named line; `total += loss.detach()`
     - evaluate under `with torch.no_grad():`
-    - `state = state.detach()` at each truncation boundary; in hooks store `output.detach()`
+    - `state = state.detach()` at each truncation boundary
     """
 
     code = "MEM403"

@@ -197,7 +197,8 @@ class ParametersDiffer(ComparisonRule):
             self._changed[step.optimizer] = step.ranks_with(Flag.PARAMS_CHANGED_OUTSIDE)
         if step.all(Flag.PARAMS_CHANGED_OUTSIDE):
             self._edited.add(step.optimizer)
-        if not classes and (step.known("params_after_digest") or are_shared(step, "params")):
+        agrees = classes is not None and not classes  # None: nobody can tell
+        if agrees and (step.known("params_after_digest") or are_shared(step, "params")):
             self._agreed[step.optimizer] = step.step
         if step.agrees("params_before_digest"):
             self._found_equal[step.optimizer] = step.step

@@ -76,10 +76,10 @@ class StructureDiffers(WrapRule):
             phase="wrap",
             evidence={
                 "wrapper": index,
-                "what": _what(tables[usual], tables[other], position),
+                "differs": _what(tables[usual], tables[other], position),
                 "position": position,
                 "entries": to_json(entries),
-                "lengths": {str(rank): len(table) for rank, table in tables.items()},
+                "parameters_and_buffers": {str(rank): len(table) for rank, table in tables.items()},
             },
         )
 
@@ -94,7 +94,7 @@ def _first_difference(ours: Sequence[StructureEntry], theirs: Sequence[Structure
 def _what(ours: Sequence[StructureEntry], theirs: Sequence[StructureEntry], position: int) -> str:
     """The kind of difference, in one word."""
     if sorted(map(repr, ours)) == sorted(map(repr, theirs)):
-        return "order"
+        return "the order"
     if position >= len(ours) or position >= len(theirs):
         return "missing"
     differing = [name for name, a, b in zip(_FIELDS, ours[position], theirs[position], strict=False) if a != b]

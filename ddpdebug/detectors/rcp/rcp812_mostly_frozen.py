@@ -69,10 +69,9 @@ class MostlyFrozen(EventRule):
     - a loader or quantisation tool that freezes by default
 
     Remedy:
-    - if intended, nothing: run a frozen backbone under `torch.no_grad()` where nothing in front of it trains, and
-      leave it out of the optimizer
-    - if not, set `requires_grad_(True)` by explicit module, before DDP and optimizer are built; when stages change,
-      build both anew
+    - if not intended, set `requires_grad_(True)` by explicit module, before DDP and optimizer are built; when stages
+      change, build both anew
+    - if intended, leave it: `torch.no_grad()` around a frozen backbone saves time, `ignore` keeps the finding silent
     """
 
     code = "RCP812"
@@ -109,4 +108,4 @@ class MostlyFrozen(EventRule):
         first = fact.share if fact.first is None else fact.first  # older versions said it of the larger part only
         if min(first, fact.share) <= self.frozen_share:
             return None
-        return {"evidence": {"frozen_since_the_optimizer_was_built": round(fact.share, 4)}}
+        return {"evidence": {"parameters_frozen_since_the_optimizer_was_built": f"{fact.share:.0%}"}}

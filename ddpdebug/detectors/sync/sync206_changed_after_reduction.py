@@ -1,4 +1,4 @@
-"""SYNC206: gradients were changed by each rank for itself."""
+"""SYNC206: gradients were changed on some ranks after the all-reduce."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _SCRIPT, _DATA, _STEPS = "preflight:script", "preflight:data", "preflight:steps"
 
 
 class Capture:
-    """Wrappers over torch's functions while the script runs, which note what it trains; `close` takes them away.
+    """Wrappers of torch's functions that record what the script trains; `close` restores the functions.
 
     Nothing of them reaches the script but the end that was asked for (`StopRun`): what fails is switched off and said,
     once, and the checks that need it tell the reason.

@@ -135,7 +135,7 @@ def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
 
 
 def needed_for(nodes: list[Node], loss: Made) -> set[int]:
-    """Return the nodes that the loss depends on; what writes into tensors is always among them."""
+    """Return the nodes that the loss depends on; operations in place are always among them."""
     needed: set[int] = set()
     waiting = [loss.node, *(n for n, node in enumerate(nodes[: loss.node]) if node.changes and node.grad)]
     while waiting:

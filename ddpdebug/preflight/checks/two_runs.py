@@ -106,7 +106,7 @@ class _Follower(internals.OperationMode):
 
     @contextlib.contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[None]:
-        """Follow the operations, and the module whose forward is running."""
+        """Begin to record operations, and the module whose forward is running."""
         with looking(dict(model.named_modules()), before=self._entered, after=self._left), self:
             yield
 

@@ -32,7 +32,7 @@ class FrozenMoves:
             self._before = signs([p for _, p in self._held])
 
     def after(self, _: StepClosing) -> tuple[str, ...]:
-        """Name what the step has moved."""
+        """Report the frozen parameters that `optimizer.step()` has changed."""
         held, self._held = self._held, []
         if not held:
             return ()
