@@ -204,7 +204,7 @@ def _names() -> list[str]:
         "## Private names of torch",
         "",
         "Each is looked for, and training goes on as without ddpdebug where one is missing. `ddpdebug doctor",
-        "--verbose` prints each name, and what is off without it.",
+        "--verbose` prints each name, and which probe is off without it.",
         "",
         "| for | names |",
         "|---|---|",

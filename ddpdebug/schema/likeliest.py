@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -65,6 +66,8 @@ def _texts(value: Any) -> Iterator[str]:
             if isinstance(each, Mapping):  # a tensor: how many zeros, nan and inf it holds
                 yield from (name for name, count in each.items() if count)
             yield from _texts(each)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield str(value)
     elif isinstance(value, str):
         yield _NODE.sub(_operation, value).replace("aten._", "aten.")
 

@@ -48,6 +48,7 @@ _LONG = frozenset(
         "keys",
         "share",
         "states",
+        "steps_before_the_second_pass",
         "samples",
         "consequences",
         "stacks",
@@ -132,7 +133,8 @@ def culprits_text(finding: Finding, world: int | None = None, *, places: bool = 
     words = ranks_text(finding.ranks, world)
     if places and (where_they_run := _places_text(finding)):
         words += f" ({where_they_run})"
-    return f"{words} (no majority)" if UNDECIDED in finding.evidence else words
+    open_ = UNDECIDED in finding.evidence and world != 2  # of two nobody expects a majority
+    return f"{words} (no majority)" if open_ else words
 
 
 def _places_text(finding: Finding) -> str:
@@ -341,7 +343,7 @@ def _figures(finding: Finding, world: int | None) -> list[str]:
     plain = {key: _other_than(finding.phase, value) for key, value in plain.items()}
     first = sorted(plain.items(), key=lambda item: 0 if item[0] == "operation" else 1 if _is_table(item[1]) else 2)
     simple = (_simple(key, value) for key, value in first)
-    return [*errors, *told, *found, *filter(None, simple)][:_MAX_FIGURES]
+    return [*told, *errors, *found, *filter(None, simple)][:_MAX_FIGURES]
 
 
 def _other_than(phase: str | None, value: Any) -> Any:

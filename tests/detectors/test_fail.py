@@ -22,7 +22,8 @@ def test_a_backward_that_was_cut_short_leaves_no_parameter_unused() -> None:
     rule = next(rule for rule in catalog() if rule.code == "FAIL1001")
     (found,) = rule().compare("alone:failure", {1: Failure(reason=text, missing=("stem.weight",), cut_short=cut)})
     assert (found.subject, found.location, found.ranks) == ((), "train.py:60", (1,))
-    assert found.evidence["backward_cut_short"] == "step 12: ValueError: an empty mask at train.py:60"
+    told = "the backward before was cut short in step 12: ValueError: an empty mask at train.py:60"
+    assert found.evidence["observed"] == told
     assert not any("find_unused_parameters=True" in action for action in found.actions)
 
 

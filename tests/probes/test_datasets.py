@@ -68,7 +68,7 @@ def told(dataset: Any) -> Loader:
 def differs(one: Any, other: Any) -> str | None:
     """Return which part of two ranks' data sets differs, None where none does."""
     found = list(DataSetsDiffer().compare("loader:0", {0: told(one), 1: told(other)}))
-    return found[0].evidence["differs"] if found else None
+    return found[0].evidence["differs"].removeprefix("the ").partition(" of ")[0] if found else None
 
 
 KINDS: dict[str, Callable[[Sequence[int]], Any]] = {

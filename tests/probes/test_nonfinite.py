@@ -31,6 +31,7 @@ from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import NonfiniteMade
 from ddpdebug.run_directory.reader import read_steps
 from ddpdebug.schema.details import BadInput, EntryGradient, ModuleCall, NearLimit, NonfiniteLoss
+from ddpdebug.schema.likeliest import untagged
 from ddpdebug.schema.row import Flag
 
 NAN, INF = math.nan, math.inf
@@ -398,7 +399,8 @@ def test_one_process_without_ddp(bad: str, watched: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "cause"), [("optimizer", "Adam on float16"), ("outside-optimizer", "a checkpoint, an average")]
+    ("phase", "cause"),
+    [("optimizer", "a learning rate that is nan or inf"), ("outside-optimizer", "a checkpoint, an average")],
 )
 def test_the_causes_of_a_bad_parameter_fit_what_wrote_it(phase: str, cause: str, watched: Callable[..., Any]) -> None:
     """Of one that was written between two steps the optimizer is the last to be suspected."""
@@ -414,7 +416,7 @@ def test_the_causes_of_a_bad_parameter_fit_what_wrote_it(phase: str, cause: str,
     monitor.close()
     finding = monitor.findings[0]
     assert (finding.code, finding.phase) == ("NUM304", phase)
-    assert finding.causes[0].startswith(cause)
+    assert untagged(finding.causes[0]).startswith(cause)
 
 
 def spoilt_loss(output: torch.Tensor, kind: str) -> torch.Tensor:
@@ -454,7 +456,7 @@ def test_the_operation_of_a_loss(
     assert finding.location.endswith(f"test_nonfinite.py:{line}")
     assert finding.evidence["operation"] == operation
     assert finding.evidence["operands"]
-    assert finding.causes[0].startswith(cause)
+    assert untagged(finding.causes[0]).startswith(cause)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -508,7 +510,7 @@ def test_the_call_site_sees_the_step_before_it_happens(watched: Callable[..., An
     (finding,) = monitor.findings
     assert (finding.location, finding.subject[0]) == ("train.py:12", "body")
     assert finding.evidence["operation"] == "aten.log.default"
-    assert finding.causes[0].startswith("log, sqrt, division")
+    assert untagged(finding.causes[0]).startswith("log of zero")
 
 
 def test_a_replay_that_raises_leaves_training_alone(watched: Callable[..., Any]) -> None:

@@ -30,6 +30,7 @@ def first(**fields: Any) -> list[str]:
         ({"evidence": {"operands": [{"name": "x", "dtype": "float16"}]}}, "b"),
         ({"evidence": {"operands": [{"data": 3, "float16": 0}]}}, "a"),
         ({"evidence": {"of_its_own": 3}}, "c"),
+        ({"evidence": {"weight": float("nan")}}, "e"),
         ({"evidence": {"of_its_own": 0}}, "any"),  # an entry that says nothing
         ({"evidence": {"observed": "by a rule of its own"}}, "c"),
         ({"evidence": {"by_phase": {"data": 0.3}}}, "any"),  # one of all phases, in a table

@@ -102,5 +102,9 @@ class SingleClassBatches(Detector):
             if recipe.label is not None and (recipe.labels is None or recipe.labels >= self.single_class_labels):
                 seen.add(recipe.label)
         if number + 1 >= self.single_class_steps and len(seen) > 1:
-            evidence = {"steps_of_one_class_each": number + 1, "others": mixed, "classes_seen": sorted(seen)[:20]}
+            evidence = {
+                "batches_of_one_class": number + 1,
+                "batches_of_several": mixed,
+                "classes_seen": sorted(seen)[:20],
+            }
             yield self.finding(step, step=first, evidence=evidence)

@@ -63,7 +63,7 @@ class UnequalBatches(Detector):
     - `drop_last` or batch size that differs between ranks
 
     Remedy:
-    - `DistributedSampler` evens out by repetition, or with `drop_last=True` by dropping
+    - use `DistributedSampler`: it evens out by repetition, or with `drop_last=True` by dropping
     - For streams agree on the smallest count (an all-reduce with MIN) or on a fixed number of steps, and repeat the
       short ones
     - Where uneven input is wanted train under `with model.join():`; it covers DDP's own collectives, not those of

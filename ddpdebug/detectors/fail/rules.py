@@ -36,7 +36,8 @@ class TorchError(EventRule):
         evidence: dict[str, Any] = {"error": _error(fact)}
         if self.code == "FAIL1001" and (cut := fact.cut_short) is not None:
             said = " at ".join(part for part in (essence(cut.error), cut.location) if part)
-            evidence["backward_cut_short"] = said if cut.step is None else f"step {cut.step}: {said}"
+            when = "" if cut.step is None else f" in step {cut.step}"
+            evidence = {"observed": f"the backward before was cut short{when}: {said}", **evidence}
             prose = {"causes": _CUT_SHORT, "actions": _WHOLE_OR_NONE}
             place = {"step": fact.raised_in, "phase": "backward", "location": cut.location}
             return {**place, "subject": (), "evidence": evidence, **prose}

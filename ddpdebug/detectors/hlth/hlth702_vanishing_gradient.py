@@ -30,7 +30,7 @@ class VanishingGradient(LayerRule):
     Remedy:
     - residual connections with pre-norm; ReLU or GELU instead of sigmoid between layers; gain-aware initialisation
       (`torch.nn.init.kaiming_normal_`, `xavier_uniform_` with `calculate_gain`); gated units with forget bias 1 for
-      sequences; `torch.amp.GradScaler` or bfloat16
+      sequences
     - Adam hides part of the effect; the ratio of update to weight (HLTH705) tells whether it matters
     """
 
@@ -89,4 +89,4 @@ class VanishingGradient(LayerRule):
         if head >= self.vanishing * tail:
             return {}
         shown = {name: f"{value:.3g}" for name, value in profile.items()}
-        return {names[0]: {"gradient_over_weight": shown, "first_layer_over_last": head / tail}}
+        return {names[0]: {"gradient_over_weight": shown, "gradient_of_first_over_last_layer": head / tail}}

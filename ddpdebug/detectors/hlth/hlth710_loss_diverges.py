@@ -29,8 +29,8 @@ class LossDiverges(LossRule):
     - a resume that lost optimizer state or changed the data order
 
     Remedy:
-    - return to the last checkpoint before the first deviation, lower the peak rate by a factor of 2 to 10, clip to a
-      norm near the healthy median
+    - return to a checkpoint from before the loss rose, lower the peak rate by a factor of 2 to 10, clip to the median
+      norm of the steps before
     - if it diverges at the same step again, look at the batch; if at another step, at the rate
     """
 

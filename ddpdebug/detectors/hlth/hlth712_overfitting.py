@@ -91,9 +91,9 @@ class Overfitting(ValidationRule):
             subject=("val_loss",),
             location=self.source.location(),
             evidence={
+                "best_validation_loss": best.validation,
+                "validation_loss_now": history[-1].validation,
                 "curve": str(shape),
-                "best": best.validation,
-                "now": history[-1].validation,
                 "training_then": best.training,
                 "training_now": history[-1].training,
                 "evaluations_since": len(history) - 1 - history.index(best),

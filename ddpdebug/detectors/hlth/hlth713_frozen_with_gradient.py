@@ -26,14 +26,14 @@ class FrozenWithGradient(SampledRule):
     Causes:
     - `rounded away`: bfloat16 or float16 weights that round the update away
     - `rate`: its group has learning rate 0 or a schedule that never raises it
-    - `written back`: the value is restored every step: a copy from an EMA, a tied source, a projection or a clamp
+    - `set back`: the value is restored every step: a copy from an EMA, a tied source, a projection or a clamp
     - the optimizer does not hold this object: built before the module was replaced, or only given some groups
     - every step is skipped by the gradient scaler
 
     Remedy:
     - `rounded away`: keep float32 weights and use `torch.autocast`, or an optimizer with float32 master weights or
       stochastic rounding
-    - `written back`: find the code that writes the parameter after the step, or leave the parameter out of the
+    - `set back`: find the code that writes the parameter after the step, or leave the parameter out of the
       optimizer
     - build the optimizer after the model is final; add late parameters with `optimizer.add_param_group`
     - set `requires_grad_(False)` where freezing was meant, which also saves the gradient and its reduction
@@ -105,7 +105,9 @@ class FrozenWithGradient(SampledRule):
         about = table[names[0]]
         observed = None
         if about.lr and about.update is not None:
-            observed = "the update is rounded away" if about.update == 0 else "the update is written back"
+            observed = (
+                "the update is rounded away" if about.update == 0 else "the optimizer changes it, and it is set back"
+            )
         return self.finding(
             step,
             step=min(self._first[step.optimizer, name][0] for name in names),

@@ -131,9 +131,9 @@ class TrainingTooLong(ValidationRule):
             subject=("val_loss",),
             location=self.source.location(),
             evidence={
+                "best_validation_loss": best.validation,
+                "validation_loss_now": now.validation,
                 "curve": str(shape),
-                "best": best.validation,
-                "now": now.validation,
                 "training_now": now.training,
                 "evaluations_since": since,
                 **self.source.evidence(),

@@ -47,8 +47,9 @@ class NonfiniteModuleOutput(ReplayedRule):
 
     Causes:
     - `softmax`: a softmax row that is masked everywhere: a sequence of padding only gives 0/0
-    - `log`, `sqrt`, `rsqrt`, `div`, `reciprocal`: log, sqrt, division or a fractional power of zero or of a negative
-      number
+    - `sqrt`, `rsqrt`: sqrt of a negative number, or rsqrt of zero: a variance by subtraction, a distance
+    - `log`: log of zero or of a negative number
+    - `div`, `reciprocal`: division by zero: a count, a norm, a deviation
     - `float16`: overflow in float16 (above 65504): attention scores, exp, squared norms, the output of a large linear
       layer
     - `exp`, `pow`, `mm`, `bmm`, `addmm`, `mul`: overflow: exp of more than 88, powers and products of numbers that are
@@ -59,8 +60,9 @@ class NonfiniteModuleOutput(ReplayedRule):
 
     Remedy:
     - `softmax`: keep one open position in each row, or zero the row afterwards
-    - `log`, `sqrt`, `rsqrt`, `div`, `reciprocal`: add the eps inside of the root or the denominator, and clamp the
-      argument of log before it
+    - `sqrt`, `rsqrt`: `x.clamp(min=eps)` before the root, or find out why its argument is negative
+    - `log`: `x.clamp(min=eps)` before the log, or `F.log_softmax` and `F.logsigmoid` on logits
+    - `div`, `reciprocal`: `clamp(min=1)` of a count, an eps added to a norm or a deviation
     - `float16`: run the operation in float32 (`with torch.autocast(device_type, enabled=False): f(x.float())`) or move
       the run to bfloat16; scale attention queries before the product
     - `exp`, `pow`, `mm`, `bmm`, `addmm`, `mul`: subtract the maximum before exp (`torch.softmax`, `logsumexp`), clamp

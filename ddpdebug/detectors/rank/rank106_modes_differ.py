@@ -55,7 +55,7 @@ class ModesDiffer(ComparisonRule):
         by_rank = {rank: told.training for rank, told in step.answers(Modes).items()}
         names = differing_names(by_rank)
         top = _outermost(names)
-        evidence: dict[str, object] = {"modules": len(names)}
+        evidence: dict[str, object] = {"modules_that_differ": len(names)}
         if top:
             values = values_of(by_rank, top[0])
             evidence["modes"] = {rank: {True: "train", False: "eval"}.get(value) for rank, value in values.items()}

@@ -52,13 +52,15 @@ class SoftmaxBeforeLoss(EventRule):
     logits, `nll_loss` and `kl_div` take `log_softmax`, `BCELoss` takes probabilities; a second `log_softmax` is one.
 
     Causes:
-    - `nn.Softmax` or `nn.Sigmoid` as the last layer together with a loss on logits
+    - `sigmoid`: `nn.Sigmoid` as the last layer together with a loss on logits
+    - `softmax`: `nn.Softmax` as the last layer together with a loss on logits
     - `F.nll_loss` on probabilities instead of log probabilities, which makes the loss negative
     - a model meant for inference that returns probabilities
     - a change from `BCELoss` to `BCEWithLogitsLoss` in only one of the two places
 
     Remedy:
-    - return logits from forward and apply softmax only for metrics and inference
+    - `sigmoid`: return logits from forward and apply sigmoid only for metrics and inference
+    - `softmax`: return logits from forward and apply softmax only for metrics and inference
     - use `F.cross_entropy(logits, target)` and `F.binary_cross_entropy_with_logits(logits, target)`
     - the metric code needs a change as well if it relied on probabilities; argmax does not
     """

@@ -62,10 +62,10 @@ class TrainingInEvalMode(StepHabit):
     )
 
     def describe(self, about: EvalForwards) -> dict[str, Any] | None:
-        evidence = {"modules_in_eval_mode": len(about.modules)}
+        evidence = {"layers_that_eval_mode_changes": len(about.modules)}
         if about.part is None:
             return {"subject": about.modules[:MAX_NAMES], "location": about.location, "evidence": evidence}
-        title = "a part of the model that trains runs in eval mode"
+        title = "a part of the model is in eval mode while it trains"
         subject = (about.part, *about.modules[: MAX_NAMES - 1])
         return {
             "title": title,

@@ -46,8 +46,8 @@ class LossDetached(EventRule):
 
     Remedy:
     - `run without gradients`: move `no_grad` to what shall not train (a teacher), and nothing else
-    - keep tensors as tensors (`torch.stack`, `torch.cat`); use `checkpoint(..., use_reentrant=False)`; use a
-      straight-through estimator or Gumbel softmax for discrete choices
+    - take the `detach()` or `.data` out, keep tensors as tensors (`torch.stack`, `torch.cat`); use `checkpoint(...,
+      use_reentrant=False)`; use a straight-through estimator or Gumbel softmax for discrete choices
     - freeze the part with `requires_grad_(False)` before DDP wraps the model if the cut was intended
     """
 

@@ -79,7 +79,7 @@ _OTHERS: dict[str | None, Fields] = {
     },
     "part": {
         "severity": Severity.WARNING,
-        "title": "a loss is not scaled, but its gradients are unscaled",
+        "title": "gradients of a loss that was never scaled are divided by the scale",
         "phase": "partly scaled",
         "causes": (
             "`scaler.scale(loss) + other`, or a `backward()` of a loss that was not given to `scaler.scale`",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.comparison import culprits
 from ddpdebug.detectors.examples import contract, gradients, step_at
@@ -61,6 +61,10 @@ class ChangedAfterReduction(GradientRule):
     all_ranks = True
     severity = Severity.ERROR
     title = "gradients were changed on some ranks only"
+    titles: ClassVar[Mapping[str, str]] = {
+        "before-reduction": "each rank clips its own gradients before they are averaged",
+        "clipping": "gradients are clipped differently on each rank",
+    }
     after = UnsynchronisedAccumulation
     clip_factors_apart = Threshold(
         0.01,
