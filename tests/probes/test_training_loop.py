@@ -235,6 +235,30 @@ def test_what_a_loss_is_given_is_told_whatever_it_is() -> None:
     assert spread == announcements.LossBroadcast(loss="Mean", prediction=(6, 1), result=(6, 6), explicit=True)
 
 
+def test_a_loss_of_no_sample_is_told_like_another() -> None:
+    """A batch without labels: sums of nothing are 0, means are NaN, and the probe goes on."""
+    x, y = torch.randn(0, 3, requires_grad=True), torch.randint(0, 3, (0,))
+    logs, flat, zeros = x.log_softmax(-1), x[:, 0] * 1, torch.zeros(0, 3)
+    for loss in (
+        functional.cross_entropy(x, y, reduction="sum"),
+        functional.cross_entropy(x, zeros),
+        functional.nll_loss(logs, y),
+        functional.kl_div(logs, zeros, reduction="batchmean"),
+        functional.mse_loss(x * 1, zeros),
+        functional.binary_cross_entropy_with_logits(x, zeros),
+        functional.binary_cross_entropy(x.sigmoid(), zeros),
+        functional.cosine_embedding_loss(x, zeros, y),
+        functional.hinge_embedding_loss(flat, y),
+        functional.soft_margin_loss(flat, y),
+        -(logs.exp() * zeros).sum(1).mean(),
+        ((flat - zeros[:, 0]) ** 2).mean(),
+    ):
+        assert codes(loss) == []
+        share(loss, by_scaler=False)
+        for term in terms(loss, by_scaler=False):
+            Labels().read(term)
+
+
 def test_a_softmax_over_one_entry_makes_a_loss_constant() -> None:
     """By class numbers, by probabilities or by hand; attention over one key and rows of several are no such thing."""
     one, three = torch.randn(4, 1, requires_grad=True) * 1, torch.randn(4, 3, requires_grad=True) * 1

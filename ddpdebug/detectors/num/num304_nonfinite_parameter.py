@@ -41,21 +41,19 @@ class NonfiniteParameter(NonfiniteRule):
     surgery, a parameter made with `torch.empty`.
 
     Causes:
-    - `outside-optimizer`, `non-finite before`: a checkpoint, an average or a half-precision copy that was already
+    - `optimizer`: an update that divides by zero (Adam's eps=1e-8 is 0 in float16; a trust ratio or a norm of a
+      gradient that is exactly 0), or a learning rate that is nan or inf (a schedule that divides by zero steps)
+    - `optimizer`: a float16 second moment that overflows: the square of any gradient above 256 exceeds 65504
+    - `outside-optimizer`, `from the start`: a checkpoint, an average or a half-precision copy that was already
       non-finite when it was loaded
-    - `outside-optimizer`, `non-finite before`: a parameter created with `torch.empty` that no initialiser covered, or a
+    - `outside-optimizer`, `from the start`: a parameter created with `torch.empty` that no initialiser covered, or a
       row written by hand
-    - `lr nan`, `lr inf`: a learning rate that is nan or inf (a schedule that divides by zero steps)
-    - an update that divides by zero: Adam's eps=1e-8 is 0 in float16; a trust ratio or a norm of a gradient that is
-      exactly 0
-    - a float16 second moment that overflows: the square of any gradient above 256 exceeds 65504
-    - a learning rate that is far too large
 
     Remedy:
-    - `outside-optimizer`, `non-finite before`: load or write finite values: `assert all(p.isfinite().all() for p in
+    - `optimizer`: keep the parameters in float32 and use `torch.autocast` with a gradient scaler instead of
+      `model.half()`, or an eps that the dtype can hold; put an eps into each division of an optimizer of your own
+    - `outside-optimizer`, `from the start`: load or write finite values: `assert all(p.isfinite().all() for p in
       model.parameters())` after loading
-    - keep the parameters in float32 and use `torch.autocast` with a gradient scaler instead of `model.half()`, or an
-      eps that the dtype can hold; put an eps into each division of an optimizer of your own
     - restart from the last checkpoint whose parameters and optimizer state are finite: skipping the step does not
       repair moments
     """

@@ -364,7 +364,7 @@ def alignment_input(root: torch.Tensor) -> LossInput | None:
 
 def _total(logs: torch.Tensor) -> float | None:
     """Return what the exponentials of the first rows add up to, at most, where they are at hand."""
-    if logs.device.type != "cpu" or not 0 < logs.shape[-1] <= _MAX_LABELS:
+    if not is_plain(logs) or logs.device.type != "cpu" or not logs.numel() or logs.shape[-1] > _MAX_LABELS:
         return None
     with torch.no_grad():
         total = float(logs.detach().reshape(-1, logs.shape[-1])[:_MAX_ROWS].double().exp().sum(-1).amax())
@@ -373,7 +373,7 @@ def _total(logs: torch.Tensor) -> float | None:
 
 def _adds_up(targets: torch.Tensor | None) -> bool:
     """Return whether the rows of targets are distributions, where they are at hand."""
-    if targets is None or targets.device.type != "cpu" or not 0 < targets.numel() <= _MAX_LABELS or not targets.dim():
+    if (targets := _at_hand(targets)) is None or not targets.dim():
         return False
     with torch.no_grad():
         rows = targets.detach().float()
