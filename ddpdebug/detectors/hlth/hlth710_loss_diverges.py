@@ -7,7 +7,7 @@ import statistics
 
 from ddpdebug.detectors.hlth.curve import LossRule, Series, Shape, losses, sample_noise
 from ddpdebug.detectors.hlth.samples import update_ratio
-from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
 
 
 class LossDiverges(LossRule):
@@ -98,6 +98,7 @@ class LossDiverges(LossRule):
             update_norm=0.2,
         ),
         lambda: losses(40, lambda i: 1.0 * 1.5**i),
+        lambda: losses(20, lambda i: 4000.0 - 90.0 * i if i else 3.7, param_norm=1.0, update_norm=0.5),
         lambda: losses(
             70,
             lambda i: 3.0 - 0.1 * i if i < 25 else 2.6 + 0.8 * sample_noise(i),
@@ -111,6 +112,7 @@ class LossDiverges(LossRule):
         lambda: losses(90, lambda i: 0.7 + 0.01 * i + 0.1 * sample_noise(i)),  # a generator whose opponent learns
         lambda: losses(90, lambda i: 2.0 - 0.02 * (i % 45) + 0.02 * sample_noise(i)),  # warm restarts
         lambda: losses(60, lambda i: 0.5 * sample_noise(i)),  # a policy gradient
+        lambda: losses(20, lambda i: 0.4 if i else 1e-7, param_norm=1.0, update_norm=0.01),  # a copy of its teacher
         lambda: losses(60, lambda i: 0.1 + (i / 40) ** 2, param_norm=1.0, update_norm=0.01),  # returns that grow
         lambda: losses(60, lambda i: 3.0 * 0.9**i if i < 30 else 0.4),
         # a new task after the warm-up, as hard as the first
@@ -146,6 +148,9 @@ class LossDiverges(LossRule):
         count = int(self.diverged_steps)
         if series.count % 2:
             return
+        if self._at_once(step, series):
+            yield self._exploded(step, series)
+            return
         if not self.diverged(series):
             yield from self._lost(step, series)
             return
@@ -172,6 +177,29 @@ class LossDiverges(LossRule):
                 "curve": str(Shape("diverging", series.steps[started], step.step)),
                 "update_over_weight": self._ratio.get(step.optimizer),
                 "newest": [f"step {at}: {v:.4g}" for at, v in zip(series.steps, values, strict=True)][-count:],
+            },
+        )
+
+    def _at_once(self, step: Step, series: Series) -> bool:
+        """Whether the loss is far above its very first value since the first step: the first level lies behind that."""
+        if series.count != 2 * int(self.diverged_steps) or len(series.losses) < series.count:
+            return False
+        first, *rest = series.losses
+        unstable = self._ratio.get(step.optimizer, 0.0) >= self.diverged_update
+        return unstable and 0 < self.diverged_explosion * first <= min(rest) and self.once(step, "explosion")
+
+    def _exploded(self, step: Step, series: Series) -> Finding:
+        first, *rest = series.losses
+        return self.finding(
+            step,
+            step=series.steps[0],
+            subject=("loss",),
+            title="the first step makes the loss explode",
+            evidence={
+                "first_loss": first,
+                "loss_now": statistics.median(rest[-int(self.diverged_steps) :]),
+                "lowest_since": min(rest),
+                "update_over_weight": self._ratio.get(step.optimizer),
             },
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, sampled, sites, weight
+from ddpdebug.detectors.hlth.hlth705_update_ratio import UpdateRatio
+from ddpdebug.detectors.hlth.samples import SampledRule, activation, parameters, ratios, sampled, sites, weight
 from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.details import LayerStatistics
 from ddpdebug.schema.row import Flag
@@ -88,6 +90,7 @@ class PoorInitialisation(SampledRule):
         "shrinking of the activations' standard deviation, as `init_explode`",
         source="Glorot, Bengio 2010; smallest seen in healthy scripts of the corpus: 0.17",
     )
+    update_large = UpdateRatio.update_large
     fires_on = Examples(
         lambda: sampled(3, modules=lambda i: _deep(6.0)),
         lambda: sampled(3, modules=lambda i: _deep(0.2)),
@@ -120,7 +123,9 @@ class PoorInitialisation(SampledRule):
         if alike:
             evidence = {"parameters": len(alike)}
             yield self.finding(step, subject=tuple(alike[:20]), phase="symmetric", evidence=evidence)
-        if step.step <= self.init_step and not step.any(Flag.LOADED):
+        # behind a step that has changed the weights much they are not the initial ones
+        moved = step.step > 0 and statistics.median(ratios(step).values() or [0.0]) >= self.update_large
+        if step.step <= self.init_step and not moved and not step.any(Flag.LOADED):
             yield from self._profile(step)
 
     def _profile(self, step: Step) -> Findings:
