@@ -12,7 +12,21 @@ from ddpdebug.schema.finding import Finding
 _TAGS = re.compile(r"(?:`[\w -]+`, )*`[\w -]+`: ")
 _TAG = re.compile(r"`([\w -]+)`")
 #: `SqrtBackward0` and `aten._softmax.default` are looked for as `sqrt` and `softmax`.
+_ATEN = re.compile(r"\baten\._*(\w+?)_?(?=\.)")
 _NODE, _CAPITAL = re.compile(r"\b(\w+?)Backward(\d*)\b"), re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+#: Evidence that names a place, a file or a parameter: its words are the script's.
+_PLACES = frozenset(
+    {
+        "called_at",
+        "backward_at",
+        "loss_at",
+        "bundle",
+        "no_bundle",
+        "first_parameter",
+        "masked_in",
+        "minus_inf_before_in",
+    }
+)
 #: Evidence that says more than the phase does.
 _LOUDEST = "flipped bits"
 
@@ -21,21 +35,20 @@ def likeliest_first(finding: Finding) -> tuple[list[str], list[str]]:
     """Return the causes and the remedies of a finding in the order in which the finding speaks for them.
 
     One may begin with tags: words in backticks, separated by commas, with a colon behind the last. A tag fits where it
-    is the finding's phase, and where its words stand in the subject or the evidence (as the name of an entry, in a
-    text, as an operation); `from the start` and `later` fit by the step. First comes what fits the phase, then what
-    fits the rest, then what has no tag, last what belongs to others.
+    is the finding's phase, and where its words stand in the evidence (as the name of an entry, in a text, as an
+    operation); `from the start` and `later` fit by the step. First comes what fits the phase and the evidence, then the
+    phase, then the evidence, then what has no tag, last what belongs to others.
     """
-    shown = "\n".join((*_when(finding.step), *finding.subject, *_entries(finding.evidence)))
-    first = _LOUDEST if finding.evidence.get(_LOUDEST.replace(" ", "_")) else finding.phase
+    shown = "\n".join((*_when(finding.step), *_entries(finding.evidence)))
+    loudest = finding.evidence.get(_LOUDEST.replace(" ", "_"))
 
     def place(text: str) -> int:
         known = _TAGS.match(text)
         tags = _TAG.findall(known[0]) if known else []
-        if first in tags:
-            return 0
-        if any(re.search(rf"\b{re.escape(tag)}(_forward|2_d)?\b", shown) for tag in tags):
-            return 1
-        return 3 if tags else 2
+        if loudest and _LOUDEST in tags:
+            return -1
+        fits = any(re.search(rf"\b{re.escape(tag)}(_forward|2_d|2d_forward)?\b", shown) for tag in tags)
+        return [4 if tags else 3, 2, 1, 0][2 * (finding.phase in tags) + fits]
 
     return sorted(finding.causes, key=place), sorted(finding.actions, key=place)
 
@@ -50,9 +63,10 @@ def _when(step: int | None) -> tuple[str, ...]:
 
 
 def _entries(evidence: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each name and each text of evidence, but of what is zero, empty, false or unknown."""
+    """Yield each name and each text of evidence, but of what is a place, and of what is zero, empty or unknown."""
     for name, value in evidence.items():
-        if value:
+        called = name == "operation" and evidence.get("backward_of") and str(value).startswith("aten.")
+        if value and name not in _PLACES and not called:  # what a backward is of says more than what it has called
             label = name.replace("_", " ")
             yield label
             yield from (f"{label} {text}" for text in _texts(value))
@@ -69,7 +83,7 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, float) and not math.isfinite(value):
         yield str(value)
     elif isinstance(value, str):
-        yield _NODE.sub(_operation, value).replace("aten._", "aten.")
+        yield _NODE.sub(_operation, _ATEN.sub(r"aten.\1", value))
 
 
 def _operation(node: re.Match[str]) -> str:

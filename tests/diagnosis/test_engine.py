@@ -875,4 +875,4 @@ def test_causes_are_ordered_by_the_finding() -> None:
     reporter.report([(finding, True)])
     assert list(records[-1].finding.causes) == ["`init`: b", "any", "`load`: a", "`flipped bits`: c"]
     reporter.add("x", {"flipped_bits": [3]})
-    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`flip", "any"]
+    assert [cause[:5] for cause in records[-1].finding.actions[:2]] == ["`flip", "`init"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,11 +38,16 @@ def first(**fields: Any) -> list[str]:
         ({"evidence": {"operation": "rsqrt"}}, "any"),
         ({"step": 0}, "any"),
         ({"step": 1}, "d"),
-        ({"subject": ("head.weight",)}, "e"),
+        ({"subject": ("head.weight",)}, "any"),
+        ({"evidence": {"called_at": "/sqrt/train.py:3"}}, "any"),
+        ({"evidence": {"operation": "aten.sqrt_.default"}}, "b"),
+        ({"evidence": {"operation": "aten.sqrt.default", "backward_of": "PowBackward0"}}, "any"),
+        ({"phase": "data", "evidence": {"of_its_own": 3}}, "ac"),
+        ({"phase": "weight", "evidence": {"dtype": "float16"}}, "eb"),
     ],
 )
 def test_what_fits_comes_first(fields: dict[str, Any], expected: str) -> None:
-    """By phase, evidence, subject and step; then what fits always."""
+    """By phase, evidence and step; then what fits always."""
     shown = first(**fields)
     assert "".join(shown).startswith(expected)
     assert sorted(shown) == sorted(map(untagged, _CAUSES))
@@ -52,6 +58,8 @@ def test_a_flipped_bit_says_more_than_the_phase() -> None:
     causes = ("`optimizer`: a", "`flipped bits`: b")
     finding = Finding(code="RANK101", severity=Severity.ERROR, title="t", phase="optimizer", causes=causes)
     assert likeliest_first(finding)[0] == [*causes]
+    flipped = replace(finding, evidence={"flipped_bits": [3]})
+    assert likeliest_first(flipped)[0] == [*reversed(causes)]
 
 
 def test_tags_of_remedies_are_those_of_causes() -> None:

@@ -359,8 +359,7 @@ class DataSetsDiffer(Detector):
             evidence={
                 "loader": topic.replace("items", "loader"),
                 "same_samples_on": [list(pair) for pair in pairs],
-                "given_twice": doubled,
-                "samples": len(frozenset().union(*seen.shares.values())),
+                "given_twice": f"{doubled} of {len(frozenset().union(*seen.shares.values()))} samples",
             },
             causes=_OVERLAP,
         )

@@ -22,7 +22,6 @@ class HangRule(EventRule):
             "where" if fact.kind in _STILL_THERE else "missing": dict(fact.where),
             "calls": dict(fact.sides),
             "difference": fact.difference,
-            "blocked_in": "native code" if fact.kind == "silent" or fact.runs else fact.blocked_in,
             "first_difference": dict(fact.parted),
             UNDECIDED: [list(ranks) for ranks in fact.undecided],
             "collectives_so_far": dict(fact.calls),

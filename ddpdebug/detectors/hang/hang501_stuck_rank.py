@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.hang.common import HangRule
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Severity
@@ -79,6 +81,10 @@ class StuckRank(HangRule):
         lambda: Facts(topic="alone:hang", values={0: {**_STUCK, "kind": "mismatch"}}),
         lambda: steps(3),
     )
+
+    def evidence(self, fact: Hang) -> dict[str, Any]:
+        where = "native code" if fact.kind == "silent" or fact.runs else fact.blocked_in
+        return super().evidence(fact) | ({"blocked_in": where} if where else {})
 
     def judge(self, fact: Hang) -> Fields | None:
         fields = dict(super().judge(fact) or {})

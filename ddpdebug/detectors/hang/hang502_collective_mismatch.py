@@ -39,8 +39,9 @@ class CollectiveMismatch(HangRule):
     - `difference order`: two groups, or two collectives, that ranks use in different orders; iteration over a set or an
       unsorted listing decides
     - `difference shape`: control flow that depends on the data: different modules run, so DDP reduces other buckets
-    - `difference operation`: a collective inside a condition that only some ranks meet (rank 0 logging, local early
-      stop, a skipped batch)
+    - `difference operation`, `difference root`: a collective inside a condition that only some ranks meet (rank 0
+      logging, local early stop, a skipped batch)
+    - `difference dtype`: autocast, or the dtype of what is reduced, differs by rank
     - ranks with different numbers of batches, so that one is in evaluation while others train
 
     Remedy:
@@ -48,6 +49,7 @@ class CollectiveMismatch(HangRule):
     - `difference order`: use groups and collectives in the same order on all ranks: sort what orders them
     - `difference shape`: for data dependent paths use `find_unused_parameters=True`, and `with model.join():` for
       uneven batches
+    - `difference dtype`: cast on all ranks alike before the collective
     - let all ranks run the collective and only rank 0 use the result
     - take decisions from a value that was broadcast or all-reduced
     """

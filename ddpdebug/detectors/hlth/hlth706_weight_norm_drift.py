@@ -38,14 +38,14 @@ class WeightNormDrift(LayerRule):
     - `shrank`: weight decay too strong, or applied to norms, biases and embeddings
     - `shrank`: a parameter with no useful gradient left, so that only decay acts on it
     - `shrank`: decay as L2 in Adam (`torch.optim.Adam(weight_decay=...)`) where decoupled decay was meant
-    - of an output: units that died or saturated (HLTH703, HLTH704), a residual stream that nothing normalises, a
+    - `variance`: units that died or saturated (HLTH703, HLTH704), a residual stream that nothing normalises, a
       representation that has collapsed (contrastive and self-distilled training without their counterweight)
 
     Remedy:
     - `grew`: lower the rate, use `torch.optim.AdamW` with decay, or bound logits by a margin, a z-loss or a temperature
     - `shrank`: lower `weight_decay`; use `torch.optim.AdamW`; put norms, biases and often embeddings into a group with
       `weight_decay=0.0`
-    - normalise before or after the layer whose output drifts, scale residual branches down with depth
+    - `variance`: normalise before or after the layer whose output drifts, scale residual branches down with depth
     """
 
     code = "HLTH706"

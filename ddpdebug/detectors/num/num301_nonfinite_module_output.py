@@ -48,26 +48,27 @@ class NonfiniteModuleOutput(ReplayedRule):
     Causes:
     - `softmax`: a softmax row that is masked everywhere: a sequence of padding only gives 0/0
     - `sqrt`, `rsqrt`: sqrt of a negative number, or rsqrt of zero: a variance by subtraction, a distance
-    - `log`: log of zero or of a negative number
+    - `log`, `log2`, `log10`, `log1p`: log of zero or of a negative number
     - `div`, `reciprocal`: division by zero: a count, a norm, a deviation
     - `float16`: overflow in float16 (above 65504): attention scores, exp, squared norms, the output of a large linear
       layer
     - `exp`, `pow`, `mm`, `bmm`, `addmm`, `mul`: overflow: exp of more than 88, powers and products of numbers that are
       far too large
-    - `inf`: two infinities that meet: `inf - inf`, `0 * inf`, the maximum of a row that is masked everywhere
+    - `operands inf`: two infinities that meet: `inf - inf`, `0 * inf`, the maximum of a row that is masked everywhere
     - weights that have already grown too large: the learning rate is too high or clipping is missing
     - a buffer that is uninitialised or non-finite (running statistics, a positional table)
 
     Remedy:
     - `softmax`: keep one open position in each row, or zero the row afterwards
     - `sqrt`, `rsqrt`: `x.clamp(min=eps)` before the root, or find out why its argument is negative
-    - `log`: `x.clamp(min=eps)` before the log, or `F.log_softmax` and `F.logsigmoid` on logits
+    - `log`, `log2`, `log10`, `log1p`: `x.clamp(min=eps)` before the log, or `F.log_softmax` and `F.logsigmoid` on
+      logits
     - `div`, `reciprocal`: `clamp(min=1)` of a count, an eps added to a norm or a deviation
     - `float16`: run the operation in float32 (`with torch.autocast(device_type, enabled=False): f(x.float())`) or move
       the run to bfloat16; scale attention queries before the product
     - `exp`, `pow`, `mm`, `bmm`, `addmm`, `mul`: subtract the maximum before exp (`torch.softmax`, `logsumexp`), clamp
       or normalise the input
-    - `inf`: give a row that is masked everywhere a finite value before the operation
+    - `operands inf`: give a row that is masked everywhere a finite value before the operation
     - if inputs grew over many steps, look at HLTH701 and HLTH706 before patching the operation
     """
 

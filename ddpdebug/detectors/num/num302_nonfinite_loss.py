@@ -47,12 +47,13 @@ class NonfiniteLoss(ReplayedRule):
     the evidence.
 
     Causes:
-    - `loss-backward`: the derivative at 0 of sqrt, of a hand-written norm, or of a power below 1
+    - `loss-backward`: the derivative at 0 of sqrt, of a hand-written norm, or of a power below 1; that of log, acos or
+      a division near its limit; also in the unselected branch of `torch.where`
     - `not by the model`: nan in labels, weights or whatever else meets the model's output without passing through the
       model
     - `mean`, `nll_loss`: a mean over nothing: all labels of the batch are `ignore_index`, or a boolean selection is
       empty
-    - `log`: `torch.log` of a probability that is exactly 0
+    - `log`, `log2`, `log10`: `torch.log` of a probability that is exactly 0
     - `div`, `reciprocal`, `std`, `var`: a division by a count, a norm or a weight sum that is 0; std of a single
       element
     - `float16`: a loss computed in float16: exp, a square or a sum over many elements overflows
@@ -61,12 +62,13 @@ class NonfiniteLoss(ReplayedRule):
     - two infinities of opposite sign that meet: `inf - inf`, `0 * inf` in a masked term
 
     Remedy:
-    - `loss-backward`: put an eps under the root, or use `torch.linalg.vector_norm`, whose gradient at 0 is 0
+    - `loss-backward`: put an eps under the root, or use `torch.linalg.vector_norm`, whose gradient at 0 is 0; clamp the
+      argument before the operation, also where `torch.where` does not use the result
     - `not by the model`: drop or repair what has no valid labels, weights or targets in the dataset
-    - `mean`, `nll_loss`, `div`, `reciprocal`: use `reduction="sum"` and divide by `count.clamp(min=1)`; a batch without
-      targets then contributes a zero that still has a gradient, so that DDP's ranks stay together
-    - `log`: give logits to `F.cross_entropy` or `F.binary_cross_entropy_with_logits` instead of taking log of
-      probabilities
+    - `mean`, `nll_loss`, `div`, `reciprocal`, `std`, `var`: use `reduction="sum"` and divide by `count.clamp(min=1)`; a
+      batch without targets then contributes a zero that still has a gradient, so that DDP's ranks stay together
+    - `log`, `log2`, `log10`: give logits to `F.cross_entropy` or `F.binary_cross_entropy_with_logits` instead of taking
+      log of probabilities
     - `float16`: compute the loss with `logits.float()`
     - `pow`, `exp`, `mul`, `mse_loss`: lower the learning rate or warm it up, clip gradients, and look at HLTH701
     - select before the computation instead of multiplying by a mask afterwards

@@ -28,21 +28,22 @@ class NonfiniteLocalGradient(ReplayedRule):
     compare the loss scale with the gradient's magnitude.
 
     Causes:
+    - `autograd function`: a custom `torch.autograd.Function` whose backward divides or reads memory that was not set
     - `sqrt`, `linalg_vector_norm`, `norm`, `cdist`, `pow`: the derivative at 0 of sqrt, of a hand-written norm
       (`x.pow(2).sum().sqrt()`), or of a power below 1
-    - `acos`, `asin`, `atanh`, `log`, `div`, `reciprocal`: log or division near 0, whose derivative overflows first;
-      acos, asin or atanh at the end of their range
-    - `autograd function`: a custom `torch.autograd.Function` whose backward divides or reads memory that was not set
+    - `acos`, `asin`, `atanh`, `log`, `log2`, `log10`, `div`, `reciprocal`: log or division near 0, whose derivative
+      overflows first; acos, asin or atanh at the end of their range
     - `float16`: overflow of a float16 gradient without a gradient scaler, or with a fixed scale that is too large
     - the unselected branch of `torch.where`: its gradient is 0 times inf, which is nan, although its value is unused
 
     Remedy:
+    - `autograd function`: mend the backward: clamp the divisor there as well, and write all of the gradient
     - `sqrt`, `linalg_vector_norm`, `norm`, `cdist`, `pow`: put an eps under the root, use `torch.linalg.vector_norm`
       (its gradient at 0 is 0). `nan_to_num` on the output does not help: backward still passes through the bad
       operation
-    - `acos`, `asin`, `atanh`, `log`, `div`, `reciprocal`: make the input safe before the operation, also where its
-      result is not used: `safe = torch.where(mask, x, torch.ones_like(x)); y = torch.where(mask, safe.log(), 0.0)`
-    - `autograd function`: mend the backward: clamp the divisor there as well, and write all of the gradient
+    - `acos`, `asin`, `atanh`, `log`, `log2`, `log10`, `div`, `reciprocal`: make the input safe before the operation,
+      also where its result is not used: `safe = torch.where(mask, x, torch.ones_like(x)); y = torch.where(mask,
+      safe.log(), 0.0)`
     - `float16`: for float16 use `torch.amp.GradScaler`, or bfloat16
     """
 

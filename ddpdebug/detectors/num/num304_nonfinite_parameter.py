@@ -104,6 +104,7 @@ class NonfiniteParameter(NonfiniteRule):
                 unseen = f"made in steps {unwatched} to {step.step}, which were not watched"
                 evidence |= {"observed": f"non-finite as the run ended, {unseen}"}
         else:
+            phase = phase or "optimizer"
             state = list(dict.fromkeys(f"{name}: {key}" for own in found for name, key in own.state))
             evidence |= {"state": state[:MAX_NAMES], "lr": step.row_of(ranks[0]).lr}
             names = names or tuple(dict.fromkeys(text.partition(": ")[0] for text in state))

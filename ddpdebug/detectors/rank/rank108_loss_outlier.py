@@ -63,9 +63,9 @@ class LossOutlier(StreakRule):
     Impact: often none: shards differ. But broken labels, another tokenizer or unnormalised inputs on one rank look
     just like this, and pull the average gradient in a wrong direction.
 
-    Diagnosis: `z` is the median distance to the peers' median loss, in units of its noise. Look at twenty samples of
-    this rank with their labels, and compare the class frequencies and the input's mean and standard deviation with
-    another rank's.
+    Diagnosis: `deviations_from_the_median` is the median distance to the peers' median loss, in units of its noise.
+    Look at twenty samples of this rank with their labels, and compare the class frequencies and the input's mean and
+    standard deviation with another rank's.
 
     Causes:
     - `offset`: numbers of classes that begin at 1 on one rank and at 0 on the others, or in another order

@@ -81,5 +81,5 @@ class LossScaleDiffers(ComparisonRule):
             ranks=outvoted(scales) if apart else outvoted(alone) if len(step.rows) > 2 else skipped,
             subject=("loss scale",) if apart else ("skipped step",),
             phase="scale" if apart else "skip",
-            evidence={"loss_scale": {str(r): s for r, s in scales.items()}, "skipped_on": list(skipped)},
+            evidence={"scales": {str(r): s for r, s in scales.items()}, "skipped_on": list(skipped)},
         )

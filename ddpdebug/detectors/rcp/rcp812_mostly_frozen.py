@@ -71,7 +71,8 @@ class MostlyFrozen(EventRule):
     Remedy:
     - if not intended, set `requires_grad_(True)` by explicit module, before DDP and optimizer are built; when stages
       change, build both anew
-    - if intended, leave it: `torch.no_grad()` around a frozen backbone saves time, `ignore` keeps the finding silent
+    - if intended, leave it: `ignore` keeps the finding silent, and `torch.no_grad()` around a frozen backbone saves
+      time where nothing in it or in front of it trains
     """
 
     code = "RCP812"

@@ -68,7 +68,7 @@ class Straggler(PaceRule):
     Causes:
     - `data`: slower storage, or fewer CPU cores for its loader
     - `other`, `pauses`: work for this rank only (rank 0): logging, checkpoint, progress bar, `.item()` in every step
-    - `pauses`: garbage collection: many objects that live long, collected on each rank at another step
+    - `pauses`, `gc seconds`: garbage collection: many objects that live long, collected on each rank at another step
     - `forward`, `backward`, `optimizer`: work of the script's own on this rank only: a hook, a request, a file, states
       kept elsewhere
     - `mixed`: a slow device or host: thermal or power throttling, a shared CPU, wrong NUMA binding, a degraded link
@@ -77,7 +77,8 @@ class Straggler(PaceRule):
     Remedy:
     - `data`: copy the data to a local disk, or give this rank's loader more workers or cores
     - `other`, `pauses`: move this rank's extra work to a thread or make it rare
-    - `pauses`: for garbage collection: `gc.freeze()` after setting up, and `gc.collect()` on all ranks at the same step
+    - `pauses`, `gc seconds`: for garbage collection: `gc.freeze()` after setting up, and `gc.collect()` on all ranks at
+      the same step
     - `forward`, `backward`, `optimizer`: compare the stacks of this rank with another's (`ddpdebug stacks RUN_DIR`)
     - `mixed`: swap the node: if the slowness stays with it, it is the hardware; if it moves with the rank, it is the
       data; pin processes and check `OMP_NUM_THREADS` (torchrun sets it to 1 when it is unset)

@@ -45,15 +45,15 @@ class GradientsDiffer(GradientRule):
 
     Causes:
     - `hook`: a comm hook or a manual `all_reduce` that covers some parameters only, or returns before it has finished
-    - a parameter that took no part in the forward of some rank, with `find_unused_parameters=False`: DDP waits for its
-      gradient and never reduces the bucket
+    - `without gradient`: a parameter that took no part in the forward of some rank, with
+      `find_unused_parameters=False`: DDP waits for its gradient and never reduces the bucket
     - parameters used in a forward that went around DDP besides the one that went through it (two losses, two models)
     - the same model driven by two DDP wrappers, or `backward()` called on some ranks only
 
     Remedy:
     - `hook`: cover the whole bucket in a comm hook, and return the future of the reduction itself, not one that is done
       already
-    - give every parameter a part in every forward, or pass `find_unused_parameters=True`
+    - `without gradient`: give every parameter a part in every forward, or pass `find_unused_parameters=True`
     - send every forward that has gradients through the DDP object
     - restart from a checkpoint older than the named step
     """
@@ -91,5 +91,5 @@ class GradientsDiffer(GradientRule):
         if not without:
             return finding
         rank, names = next(iter(without.items()))
-        text = _UNUSED.format(names=", ".join(names[:3]), ranks=", ".join(without) or rank)
+        text = "`without gradient`: " + _UNUSED.format(names=", ".join(names[:3]), ranks=", ".join(without) or rank)
         return replace(finding, causes=(text, *finding.causes))

@@ -134,7 +134,7 @@ class ParameterWithoutGradient(Detector):
         names = dict.fromkeys(name for own in without.values() for name in own)
         if len(ranks) < step.world:
             what += ", on some ranks only"
-        elif all(name.startswith("parameter[") for name in names):
+        elif names and all(name.startswith("parameter[") for name in names):
             what += ": the optimizer's parameters are of another model than the one that trains"
         return self.finding(
             step,
