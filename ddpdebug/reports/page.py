@@ -19,6 +19,7 @@ from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.ended import parse_end
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.hangs import is_hang, stands
+from ddpdebug.schema.likeliest import fitting
 from ddpdebug.sinks.text import clean, counted, evidence_lines, percent, ranks_text, subjects, where
 
 _MAX_FINDINGS = 200
@@ -270,13 +271,14 @@ def _coverage(history: History) -> str:
 def finding_article(finding: Finding, more: str = "") -> str:
     """Return a finding with its evidence as HTML, and `more` of it at its end."""
     severity = finding.severity.label
+    causes, actions = fitting(finding)
     rows = [
         ("where", [where(finding)]),
         ("what", subjects(finding)),
         ("evidence", evidence_lines({key: value for key, value in finding.evidence.items() if key != _STACKS})),
         ("seen", [f"{counted(finding.count, 'time')}, last in step {finding.last_step}"]),
-        ("perhaps", [f"{i}. {clean(cause, 600)}" for i, cause in enumerate(finding.causes[:6], 1)]),
-        ("next", [f"- {clean(action, 600)}" for action in finding.actions[:6]]),
+        ("perhaps", [f"{i}. {clean(cause, 600)}" for i, cause in enumerate(causes[:6], 1)]),
+        ("next", [f"- {clean(action, 600)}" for action in actions[:6]]),
     ]
     items = "".join(f"<dt>{label}</dt><dd>{'<br>'.join(map(_code, texts))}</dd>" for label, texts in rows if any(texts))
     head = f"{text(finding.code, 20)} · {severity} · {text(finding.title, 300)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddpdebug.schema.finding import Finding
@@ -27,6 +27,8 @@ _PLACES = frozenset(
         "minus_inf_before_in",
     }
 )
+#: The places of what has no tag, and of what belongs to other findings.
+_OF_ALL, _OF_OTHERS = 3, 4
 #: Evidence that says more than the phase does.
 _LOUDEST = "flipped bits"
 
@@ -39,6 +41,23 @@ def likeliest_first(finding: Finding) -> tuple[list[str], list[str]]:
     operation); `from the start` and `later` fit by the step. First comes what fits the phase and the evidence, then the
     phase, then the evidence, then what has no tag, last what belongs to others.
     """
+    place = _places(finding)
+    return sorted(finding.causes, key=place), sorted(finding.actions, key=place)
+
+
+def fitting(finding: Finding) -> tuple[list[str], list[str]]:
+    """Return the same without tags, and without what belongs to others; all of them where nothing else is left."""
+    place = _places(finding)
+
+    def kept(texts: list[str]) -> list[str]:
+        return [untagged(text) for text in [text for text in texts if place(text) < _OF_OTHERS] or texts]
+
+    causes, actions = likeliest_first(finding)
+    return kept(causes), kept(actions)
+
+
+def _places(finding: Finding) -> Callable[[str], int]:
+    """Return what gives a cause, or a remedy, its place."""
     shown = "\n".join((*_when(finding.step), *_entries(finding.evidence)))
     loudest = finding.evidence.get(_LOUDEST.replace(" ", "_"))
 
@@ -48,9 +67,9 @@ def likeliest_first(finding: Finding) -> tuple[list[str], list[str]]:
         if loudest and _LOUDEST in tags:
             return -1
         fits = any(re.search(rf"\b{re.escape(tag)}(_forward|2_d|2d_forward)?\b", shown) for tag in tags)
-        return [4 if tags else 3, 2, 1, 0][2 * (finding.phase in tags) + fits]
+        return [_OF_OTHERS if tags else _OF_ALL, 2, 1, 0][2 * (finding.phase in tags) + fits]
 
-    return sorted(finding.causes, key=place), sorted(finding.actions, key=place)
+    return place
 
 
 def untagged(text: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from ddpdebug.detectors.base import runbook
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.schema.likeliest import likeliest_first, untagged
+from ddpdebug.schema.likeliest import fitting, likeliest_first, untagged
 
 _CAUSES = ("`data`: a", "`sqrt`, `float16`: b", "any", "`of its own`: c", "`later`: d", "`weight`: e")
 
@@ -51,6 +51,14 @@ def test_what_fits_comes_first(fields: dict[str, Any], expected: str) -> None:
     shown = first(**fields)
     assert "".join(shown).startswith(expected)
     assert sorted(shown) == sorted(map(untagged, _CAUSES))
+
+
+def test_what_belongs_to_others_is_left_out_of_the_report() -> None:
+    """But for a finding that nothing fits and of which nothing holds always."""
+    finding = Finding(code="X", severity=Severity.ERROR, title="t", phase="data", causes=_CAUSES, actions=_CAUSES[:2])
+    assert fitting(finding) == (["a", "any"], ["a"])
+    nothing = replace(finding, phase=None, causes=_CAUSES[:2])
+    assert fitting(nothing) == (["a", "b"], ["a", "b"])
 
 
 def test_a_flipped_bit_says_more_than_the_phase() -> None:
