@@ -29,6 +29,7 @@ from ddpdebug.hub.states import STATES
 from ddpdebug.hub.store import Store
 from ddpdebug.processes.pusher import NoRedirect
 from ddpdebug.schema.finding import Finding, Severity
+from ddpdebug.schema.likeliest import untagged
 from ddpdebug.sinks.text import clean, where
 
 #: Of what is older when the hub first sees it nobody is told: runs that are imported, or found on a file system.
@@ -287,7 +288,7 @@ def _of_finding(row: Mapping[str, Any], found: Finding, link: str) -> dict[str, 
     head = f"{found.severity.label} {found.code} in {place}: {_escaped(found.title)}"
     subject = ", ".join(map(_escaped, found.subject[:3])) or "-"
     fields = [("where", _escaped(where(found, row["world"] or 1))), ("what", subject)]
-    fields += [("next", _escaped(found.actions[0]))] if found.actions else []
+    fields += [("next", _escaped(untagged(found.actions[0])))] if found.actions else []
     fields += [("restart", f"{known.value}: {known.advice}")] if (known := nature(found)) else []
     return _slack(head, fields, _COLORS[found.severity])
 

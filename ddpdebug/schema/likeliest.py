@@ -66,7 +66,9 @@ def _places(finding: Finding) -> Callable[[str], int]:
         tags = _TAG.findall(known[0]) if known else []
         if loudest and _LOUDEST in tags:
             return -1
-        fits = any(re.search(rf"\b{re.escape(tag)}(_forward|2_d|2d_forward)?\b", shown) for tag in tags)
+        fits = any(
+            tag in shown and re.search(rf"\b{re.escape(tag)}(_forward|2_d|2d_forward)?\b", shown) for tag in tags
+        )
         return [_OF_OTHERS if tags else _OF_ALL, 2, 1, 0][2 * (finding.phase in tags) + fits]
 
     return place

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpdebug.errors import essence
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
-from ddpdebug.schema.likeliest import untagged
+from ddpdebug.schema.likeliest import fitting, untagged
 from ddpdebug.schema.progress import ranks_in
 
 SEPARATOR = " · "
@@ -278,8 +278,9 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
     """Return the labelled lines of a finding after its title, from place to remedy; empty parts are left out."""
     explain = f"ddpdebug explain {clean(finding.code, 20)}"
     brief = finding.severity is Severity.INFO
-    causes = [] if brief else [clean(cause, 400) for cause in finding.causes[:_MAX_CAUSES]]
-    actions = [] if brief else [clean(untagged(action), 400) for action in finding.actions[:1]]
+    causes, actions = ([], []) if brief else fitting(finding)
+    causes = [clean(cause, 400) for cause in causes[:_MAX_CAUSES]]
+    actions = [clean(action, 400) for action in actions[:1]]
     bundle = finding.evidence.get(BUNDLE)
     replay = [f"ddpdebug replay {clean(bundle, _MAX_PATH)}"] if isinstance(bundle, str) and not brief else []
     found = [

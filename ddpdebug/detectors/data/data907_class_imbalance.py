@@ -84,7 +84,11 @@ class ClassImbalance(EventRule):
 
     def judge(self, fact: LabelCounts) -> Fields | None:
         if fact.padded:
-            evidence = {"share": round(fact.padded / fact.seen, 4), "labels": fact.seen, "padding_idx": fact.padding}
+            evidence = {
+                "share_of_padding": round(fact.padded / fact.seen, 4),
+                "labels": fact.seen,
+                "padding_idx": fact.padding,
+            }
             return {**_PADDING, "step": 0, "last_step": fact.step, "evidence": evidence}
         enough = fact.seen >= self.imbalance_labels and fact.share >= self.imbalance_share
         if fact.weighted or fact.present < 2 or not enough:
@@ -93,5 +97,5 @@ class ClassImbalance(EventRule):
             "step": 0,
             "last_step": fact.step,
             "subject": (f"class {fact.largest}",),
-            "evidence": {"share": round(fact.share, 4), "labels": fact.seen, "classes": fact.classes},
+            "evidence": {"share_of_the_labels": round(fact.share, 4), "labels": fact.seen, "classes": fact.classes},
         }
