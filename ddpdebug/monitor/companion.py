@@ -132,9 +132,15 @@ class Companion:
         """Begin anew with what the ranks announce."""
         self._say("meet")
 
-    def adopt(self, findings: Sequence[Finding]) -> None:
-        """Go on from what another rank has found."""
-        self._say("adopt", [finding.to_json() for finding in findings])
+    def go_on(self) -> None:
+        """Judge in the place of another rank, from what it has written down, or else from what it has found."""
+        self._from = self._log()
+        self._ids.update([finding.id for finding in self._known()])
+        if self._from is None or self._way is not None:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        self._calls.insert(0, dumped(("adopt", [finding.to_json() for finding in self._known()])))
 
     def _say(self, *call: Any) -> None:
         self._calls.append(dumped(call))
@@ -185,6 +191,8 @@ class Companion:
     def _at_once(self, *call: Any) -> Reply:
         """Return what comes of a call now, by the rules in this process if need be."""
         reply, self._later = self._later, Reply()
+        if self._way is None and not (self._calls or self._sent or self._waits):
+            return reply  # nothing was said that another rank has not judged
         for _ in range(2):
             until = time.monotonic() + _AT_THE_END
             self._hear(reply, until)
@@ -195,7 +203,7 @@ class Companion:
                 if self._is_answered:
                     break
             if self._sent:
-                self._leave(f"no answer in {_AT_THE_END:g} s")
+                self._leave(f"no answer in {_AT_THE_END:g} s", slow=True)
             self.here = True
         return reply
 
@@ -236,15 +244,18 @@ class Companion:
             self._sent = []
             self._take(json.loads(answer), reply)
         elif time.monotonic() - self._since > _PATIENCE:
-            self._leave(f"no answer in {_PATIENCE:g} s")
+            self._leave(f"no answer in {_PATIENCE:g} s", slow=True)
 
-    def _leave(self, why: str) -> None:
-        """Go on with another one, which reads what this one has known, or begins with what is not judged yet."""
+    def _leave(self, why: str, *, slow: bool = False) -> None:
+        """Go on with another one, which reads what this one has known, or begins with what is not judged yet.
+
+        After one that was slow to read it, nobody does.
+        """
         self.close()
-        self._way, self._from = None, self._log()
+        self._way, self._from = None, None if slow and self._from is not None else self._log()
         self._calls, self._sent = [*self._sent, *self._calls] if self._from is None else [], []
         if self._from is None:
-            self._calls.insert(0, dumped(("adopt", [finding.to_json() for finding in self._known()])))
+            self._adopt()
         self._waits = True  # it is to be asked
         self._trouble("companion", f"the process in which the rules judge is started again: {why}")
 

@@ -25,7 +25,7 @@ from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.processes.beside import Channel
 from ddpdebug.run_directory.reader import last_state
-from ddpdebug.schema.announcements import Announcement, End
+from ddpdebug.schema.announcements import Announcement, End, Failure
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.requests import Request
 from ddpdebug.schema.row import Flag, Row, decode
@@ -49,6 +49,7 @@ class Outlets:
         known: returns what was found so far.
         log: returns where all that was heard can be read again, None where it is not written down.
         announce_again: called as another rank begins to judge, which has not heard what ranks announced before.
+        speak: called as this rank is that other one.
         trouble: takes what goes wrong, once for each part.
         start: as of `Companion`.
     """
@@ -60,6 +61,7 @@ class Outlets:
     known: Callable[[], Sequence[Finding]]
     log: Callable[[], Path | None]
     announce_again: Callable[[], object]
+    speak: Callable[[], object]
     trouble: Callable[[str, str], None]
     start: Callable[[], Channel] | None = None
 
@@ -89,6 +91,7 @@ class Judging:
         self.lock = threading.RLock()
         self.judges = rank == 0
         self._members: tuple[int, ...] = ()
+        self.succeeds = False  # it judges in the place of another rank
         self._takes_over = False  # it judges from its next step on, alone
         self._hears_itself = False  # what it announces the ranks that judge cannot hear
         self._companion = Companion({"world": world, "config": config}, to.log, to.known, to.trouble, to.start)
@@ -160,7 +163,9 @@ class Judging:
     def _take_over(self) -> None:
         if self._takes_over:
             self._takes_over = False
-            self._companion.adopt(self._to.known())
+            self.succeeds = True
+            self._companion.go_on()
+            self._to.speak()
 
     def _take_rows(self, tick: Tick) -> None:
         for rank, data in tick.rows:
@@ -267,6 +272,8 @@ class Judging:
             self._ended.add(rank)
             promised = announcement.last_states if isinstance(announcement, End) else 0
             self._awaited[rank] = self._awaited.get(rank, 0) + promised
+        if isinstance(announcement, Failure) and self._to.log() is not None:
+            self._take_over()  # what the one before it has heard may be why, and no step may come any more
         if self._hears:
             self._guard.run("diagnosis", self._companion.tell, topic, rank, announcement)
 

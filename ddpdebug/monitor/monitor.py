@@ -61,7 +61,7 @@ from ddpdebug.processes import stacks
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, read_findings, read_outcomes
+from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, read_findings, read_outcomes, read_run
 from ddpdebug.run_directory.writer import OwnFindings
 from ddpdebug.schema.announcements import (
     Announcement,
@@ -146,6 +146,7 @@ class Monitor:
     _leaving = False
     _offered = -1  # every so many steps a batch is compared: how often that was due
     _beats: Beats | None = None
+    _stands_in = False  # it has the sinks to speak in the place of rank 0
 
     def __init__(
         self,
@@ -591,12 +592,20 @@ class Monitor:
             learn=self._learn,
             report=self._report,
             known=lambda: self.reporter.known,
-            log=lambda: self._home if self.rank == 0 else None,
+            log=self._log,
             announce_again=self._announce_again,
+            speak=self._stand_in,
             start=self._host.judge,
             trouble=self._trouble,
         )
         return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
+
+    def _log(self) -> Path | None:
+        """Return the run directory, if what the ranks have sent in this run can be read there."""
+        with suppress(ValueError):
+            if self._home is not None and read_run(self._home)["run"] == self.run_id:
+                return self._home
+        return None
 
     def _watch_progress(self) -> ProgressWatch | None:
         if self.world == 1:
@@ -1046,8 +1055,10 @@ class Monitor:
 
     def _stand_in(self) -> None:
         """Say what rank 0 cannot."""
-        if self.fanout is not None and self._home is not None:
-            self.fanout.add(stand_in(self._home, self.rank, self.disk, quiet=self.config.quiet))
+        if self.fanout is not None and self._home is not None and not self._stands_in:
+            self._stands_in = True
+            judges = lambda: self._judging.succeeds and not self._is_apart  # noqa: E731
+            self.fanout.add(stand_in(self._home, self.rank, self.disk, judges, quiet=self.config.quiet))
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run

@@ -127,24 +127,28 @@ class _NotServed:
         raise self._error
 
 
-class _HangsOnly:
-    """A sink behind which only hangs are seen."""
+class _InPlace:
+    """A sink of a rank that speaks in the place of rank 0: of hangs, and of whatever it finds as it judges."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, judges: Callable[[], bool]) -> None:
+        self._sink, self._judges = sink, judges
 
     def write(self, record: Record) -> None:
-        """Pass a hang on."""
-        if isinstance(record, FindingRaised) and record.finding.code.startswith("HANG"):
+        """Pass on what rank 0 cannot say."""
+        if isinstance(record, FindingRaised) and (self._judges() or record.finding.code.startswith("HANG")):
             self._sink.write(record)
 
 
-def stand_in(home: Path, rank: int, disk: Disk, *, quiet: bool) -> list[Sink]:
-    """Return sinks for a rank that has to say in the place of rank 0 what all wait for."""
+def stand_in(home: Path, rank: int, disk: Disk, judges: Callable[[], bool], *, quiet: bool) -> list[Sink]:
+    """Return sinks for a rank that has to say in the place of rank 0 what all wait for.
+
+    Args:
+        judges: returns whether all that is found is its to say, and not only hangs.
+    """
     sinks: list[Sink] = [OwnFindings(home, rank, disk)]
     if not quiet:
         sinks.append(Terminal(0, speaks=rank, status=False))
-    return [_HangsOnly(sink) for sink in sinks]
+    return [_InPlace(sink, judges) for sink in sinks]
 
 
 def start_served(config: Config, environ: Mapping[str, str], host: Host, local_rank: int) -> Served:

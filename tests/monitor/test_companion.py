@@ -19,6 +19,7 @@ from ddpdebug.monitor.companion import Companion, Reply
 from ddpdebug.monitor.judging import Judging, Outlets
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.run_directory.writer import RunDirectory
+from ddpdebug.schema.announcements import Failure
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.row import Flag, Row, encode
 from ddpdebug.schema.step import Step
@@ -208,12 +209,17 @@ def test_a_script_that_closes_its_descriptors_ends_nothing(tmp_path: Path, expec
 
 
 class _Member:
-    """What one of three ranks says, as it hears what all have sent."""
+    """What one of three ranks says, as it hears what all have sent.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        log: the run directory that the first rank has left, if it can be read.
+    """
+
+    def __init__(self, rank: int, log: Path | None = None) -> None:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.reported: list[str] = []
         self.again = 0
+        self.spoken: list[int] = []
         self.asked: list[Any] = []
         guard = Guard(lambda *_: None)
         outlets = Outlets(
@@ -222,8 +228,9 @@ class _Member:
             learn=lambda *_: None,
             report=lambda found, _: self.reported.extend(finding.code for finding, _ in found),
             known=list,
-            log=lambda: None,
+            log=lambda: log,
             announce_again=self._announce_again,
+            speak=lambda: self.spoken.append(rank),
             trouble=lambda *_: None,
         )
         self.judging = Judging(rank, 3, {"world": 3}, guard, Schedule(budget=0.01, every_step=False), self, outlets)  # type: ignore[arg-type]
@@ -311,6 +318,32 @@ def test_a_rank_that_goes_on_alone_has_no_companion_until_it_steps(members: list
     assert second.judging._companion._way is None
     second.tick((1,), 1)
     assert second.judging._companion._way is not None
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_failure_is_judged_by_what_the_rank_before_has_heard(tmp_path: Path, readable: bool) -> None:
+    """Its loader had ended in the step that this rank fails in; without its records nothing is judged any more."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(started(tmp_path))
+    stream = {"loader": 0, "iterations": 1, "batches": 3, "began": 0, "step": 3}
+    loader = {"batch_size": 4, "iterations": 1, "dataset": None, "workers": 0, "batches": None, "step": 0}
+    told = [(rank, "loader:0", loader) for rank in range(3)] + [
+        (0, "alone:stream", stream),
+        (2, "alone:stream", stream),
+    ]
+    for rank, topic, value in told:
+        sink.write(Saved(kind="fact", payload={"rank": rank, "topic": topic, "value": value}))
+    sink.close()
+    member = _Member(1, tmp_path if readable else None)
+    member.tick((0, 1, 2), 0)
+    member.tick((1,))
+    reason = "exception: RuntimeError: Connection closed by peer [127.0.0.1]:4321"
+    failure = Failure(reason=reason, step=2, raised_in=3, phase="backward")
+    member.judging.hear_announcement(1, Failure.topic, failure)
+    member.judging.rest(lost=False)
+    member.judging.close()
+    assert member.reported == (["DATA905"] if readable else [])
+    assert member.spoken == ([1] if readable else [])
 
 
 def test_steps_are_followed_at_once_by_a_tick(members: list[_Member]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpdebug
+from ddpdebug.run_directory.reader import read_findings
 
 sys.path.append(str(Path(__file__).parent.parent / "support"))
 from machine import until
@@ -52,5 +53,7 @@ def test_it_names_hosts(rank: int, monkeypatch: pytest.MonkeyPatch, shared_tmp_p
     # what the judge finds only as all leave the others do not hear
     assert until(lambda: any(finding.code == "RANK104" for finding in monitor.findings))
     monitor.close()
+    if rank == 1:  # it writes in the place of rank 0
+        assert "RANK104" in {finding.code for finding in read_findings(shared_tmp_path / "run")}
     places = {finding.code: finding.places for finding in monitor.findings}
     assert places["RANK104"] == {"3": "node-1"}
