@@ -335,10 +335,11 @@ def _closed(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -
     # ranks in the same order of calls, as far as seen
     sides: dict[tuple[str, bool, str], list[int]] = defaultdict(list)
     told: dict[tuple[str, str], list[int]] = defaultdict(list)
+    groups = {call.group: call.ranks for rank in involved if (call := waiting[rank][0]).ranks}
     for rank in sorted(involved):
         call = waiting[rank][0]
         sides[call.group, call.point_to_point, call.operation if not call.group else ""].append(rank)
-        told[call.group, call.words()].append(rank)
+        told[call.group, call.words(_among(call, groups))].append(rank)
     most = max(sides.values(), key=len)
     outvoted = len(involved) > len(most) > len(involved) / 2
     ranks = sorted(involved.difference(most)) if outvoted else sorted(involved)
@@ -349,6 +350,14 @@ def _closed(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -
         sides={_numbers(members): words for (_, words), members in told.items()},
         undecided=(*map(tuple, told.values()),) if len(told) > 1 and not outvoted else (),
     )
+
+
+def _among(call: Call, groups: Mapping[str, tuple[int, ...]]) -> str:
+    """Say who takes part in a call, where groups differ, with torch's name of the group where its ranks do not."""
+    if len(groups) < 2 or not call.ranks:
+        return ""
+    alike = [*groups.values()].count(call.ranks) > 1
+    return f"ranks {_numbers(call.ranks)}{f' (group {call.group})' * alike}"
 
 
 def _in_circle(waiting: Mapping[int, tuple[Call, ...]], seen: Mapping[int, Seen]) -> set[int]:

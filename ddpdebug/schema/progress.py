@@ -105,13 +105,17 @@ class Call(Struct):
             return "shape" if sizes[0] != sizes[1] else None  # [] and [1] are the same to torch
         return None
 
-    def words(self) -> str:
-        """Say what was called, for people."""
+    def words(self, among: str = "") -> str:
+        """Say what was called, for people.
+
+        Args:
+            among: who takes part, where that is to be said.
+        """
         shapes = " ".join(self.shapes[:3]) + (" ..." if len(self.shapes) > 3 else "")
         root = "" if self.root is None else f" root {self.root}"
         number = f" #{self.number}" if self.number > 0 else ""
         where = f" at {self.location}" if self.location else ""
-        return f"{self.operation}{number}{root}{' of ' + shapes if shapes else ''}{where}"
+        return f"{self.operation}{number}{root}{' of ' + shapes if shapes else ''}{among and ' among ' + among}{where}"
 
 
 def _elements(shape: str) -> int | str:

@@ -283,6 +283,21 @@ def test_two_groups_in_another_order() -> None:
     assert verdict(of(crossed(0, "a"), crossed(1, "a"), crossed(2, "b"), crossed(3, "a"))) == ("cycle", (2,))
 
 
+def test_groups_of_other_ranks_are_named() -> None:
+    """Two of four reduce in their half while the other two reduce among all."""
+
+    def reduces(rank: int, group: str, ranks: tuple[int, ...]) -> Seen:
+        return waits(rank, call(number=1, group=group, ranks=ranks), entered={group: 1})
+
+    halves = [reduces(rank, "half", (0, 2)) for rank in (0, 1)]
+    found = judge(of(*halves, *(reduces(rank, "all", WORLD) for rank in (2, 3))))
+    assert found is not None
+    assert {ranks: words.partition(" among ")[2].partition(" at ")[0] for ranks, words in found.sides.items()} == {
+        "0-1": "ranks 0,2",
+        "2-3": "ranks 0-3",
+    }
+
+
 def test_a_circle_is_told_once_all_stand_still() -> None:
     """While one of them moves, it may open."""
     seen = of(crossed(0, "a"), crossed(1, "b"), crossed(2, "a"), crossed(3, "b"))
