@@ -21,7 +21,7 @@ from ddpdebug.probes.nonfinite import Numerics
 from ddpdebug.probes.step_state import StepState
 
 #: Hooks of a DDP in a step that is not checked.
-_FEW = 64
+_FEW = 16
 
 
 class GradientHooks:

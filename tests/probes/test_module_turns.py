@@ -127,7 +127,7 @@ def group() -> Iterator[None]:
 def test_few_gradients_are_hooked_where_a_step_is_not_checked(
     watched: Container[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between checks 64 hooks stand for all, those of the first and the last gradient among them; checks have all."""
+    """Between checks 16 hooks stand for all, those of the first and the last gradient among them; checks have all."""
     monkeypatch.setattr(Schedule, "due", lambda _self, _optimizer, step: step in {0, 3})
     monkeypatch.setattr(Schedule, "watched", lambda _self, _optimizer, step: step in watched)
     model = nn.parallel.DistributedDataParallel(model_of(10, 20))
@@ -140,7 +140,7 @@ def test_few_gradients_are_hooked_where_a_step_is_not_checked(
             hooked.append([i for i, own in enumerate(hooks) if own])
             optimizer.step()
             optimizer.zero_grad()
-    assert [len(own) for own in hooked] == [200, 64, 64, 200, 64]
+    assert [len(own) for own in hooked] == [200, 16, 16, 200, 16]
     assert {0, 199} <= set(hooked[1])
     del model, optimizer
 
