@@ -556,6 +556,43 @@ def test_gradients_that_a_closure_adds_to(clears: str, carried: list[bool]) -> N
     assert {record.fields["without_grad"] for record in records} == {0}  # before the closure there were none
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_closure_that_makes_no_gradients_is_none(again: bool) -> None:
+    """Lightning steps with one that only returns the loss; what it finds was there before, unless it makes others."""
+    records: list[Any] = []
+    probes = Probes(Guard(lambda *_: None), records.append, lambda *_: None, lambda *_: True)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes.bus.emit(events.OptimizerBuilt(optimizer))
+
+    def backward() -> None:
+        loss = (model(torch.randn(4, 3)) - 1).square().mean()
+        probes.bus.emit(events.BackwardBegan([loss]))
+        loss.backward()
+        probes.bus.emit(events.BackwardEnded())
+
+    def closure() -> float:
+        if again:
+            optimizer.zero_grad()
+            backward()
+        return 1.0
+
+    for _ in range(3):
+        backward()
+        probes.bus.emit(events.StepBegan(optimizer, closure=True))
+        optimizer.step(closure)
+        probes.bus.emit(events.StepEnded(optimizer))
+    probes.remove()
+    probes.release()
+    flags = [record.since.parts[RecipeNotes].flags for record in records]
+    assert [bool(flag & Flag.GRADS_CARRIED) for flag in flags] == [False, not again, not again]
+    assert [("carried" in record.since.parts[RecipeNotes].recipe) for record in records] == [
+        False,
+        not again,
+        not again,
+    ]
+
+
 @pytest.mark.parametrize("by", ["the forward", "the optimizer", "the optimizer, past autograd", "nobody"])
 def test_who_changes_parameters_before_a_closure_has_run(by: str) -> None:
     """A forward in a closure is the user's; what the optimizer does ahead of it (SAM) is its own."""

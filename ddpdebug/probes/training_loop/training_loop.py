@@ -257,6 +257,7 @@ class Recipe:
         self._forwards: dict[int, int] = {}  # of each model, with gradients
         self._stepping: list[int] = []
         self._closure: weakref.ref[torch.optim.Optimizer] | None = None  # whose step calls one now
+        self._given: tuple[Flag, tuple[str, ...]] = Flag(0), ()  # what was noted of the gradients before it
         self._evaluated: int | None = None  # how often it has done so by the last backward of this step
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None  # who stepped, after how many passes
         self._backwards, self._reconstructs = 0, False  # the latter: a loss compared with what the model was given
@@ -574,11 +575,21 @@ class Recipe:
     def _begin_clearing(self) -> None:
         optimizer = None if self._closure is None else self._closure()
         if optimizer is not None:
+            self._take_back()
             number, before = evaluations(optimizer), self._evaluated
             self._evaluated = number
             if before is not None and number != before:
                 self.clearing.used(optimizer)
         self.clearing.begin_backward()
+
+    def _take_back(self) -> None:
+        """Forget what was noted of the gradients before a step whose closure makes others."""
+        flags, given = self._given
+        shown = self._state.since.parts[RecipeNotes]
+        shown.flags &= ~flags
+        for name in given:
+            shown.recipe.pop(name, None)
+        self._given = Flag(0), ()
 
     def _look_at_loss(self, event: events.BackwardBegan) -> None:
         """Look at what the loss is made of, before backward frees its graph."""
@@ -762,10 +773,7 @@ class Recipe:
             flags |= Flag.EVAL_MODE | loop.mode_flags
             names = tuple(loop.eval_modules[:_MAX_NAMES])
             detail["modes"] = EvalForwards(modules=names, part=loop.eval_part, location=loop.location)
-        if event.closure:
-            self._closure, self._evaluated = weakref.ref(optimizer), None
-        else:
-            flags |= run("probe:clearing", self._gradients, optimizer, detail) or Flag(0)
+        flags |= self._gradients_of(event, detail)
         flags |= run("probe:labels", self._labels.take, detail) or Flag(0)
         run("probe:resume", self._resume.before_step, optimizer)
         run("probe:epochs", self._epochs.before_step, self._trains())
@@ -785,6 +793,18 @@ class Recipe:
         with self._threads.alone() as alone:
             if alone:
                 run("probe:audit", self._count, optimizer)
+
+    def _gradients_of(self, event: events.StepBegan, detail: dict[str, Any]) -> Flag:
+        """Say what became of the gradients; a closure may only return a loss (Lightning), or make others."""
+        given: dict[str, Any] = {}
+        flags = Flag(0)
+        if self._loop.lines or not event.closure:
+            flags = self._run("probe:clearing", self._gradients, event.optimizer, given) or Flag(0)
+            detail.update(given)
+        self._given = flags, tuple(given)
+        if event.closure:
+            self._closure, self._evaluated = weakref.ref(event.optimizer), None
+        return flags
 
     def _cuts_layers(self, clipped: set[int]) -> bool:
         """Return whether of some layer the weight is clipped and the bias is not, or the other way round."""
