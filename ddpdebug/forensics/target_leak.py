@@ -1,7 +1,8 @@
 """Asks once what a language model makes of the token that it shall predict: one forward again with another token.
 
 Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
-moved by one position, or before they are the inputs themselves in two early steps. Then the inner module runs twice in
+moved by one position, or before they are the inputs themselves in two early steps; where every step is checked the
+fourth step is early enough for both. Then the inner module runs twice in
 eval mode on the inputs of the last forward, on one rank, without gradients and in the way of a replay: in a disposable
 copy of the process, and ended by any operation that would communicate.
 """
@@ -266,10 +267,13 @@ class Leaks:
         children: copies of the process in which a model runs for us; None asks nothing.
         guard: its probes are silent there.
         announce: tells all ranks, from another thread.
+        asks_all: returns whether models are asked in their first steps, however high their loss is.
     """
 
-    def __init__(self, children: Children | None, guard: Guard, announce: Announce) -> None:
-        self._children, self._guard, self._announce = children, guard, announce
+    def __init__(
+        self, children: Children | None, guard: Guard, announce: Announce, asks_all: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._children, self._guard, self._announce, self._asks_all = children, guard, announce, asks_all
         self._levels: dict[int, _Level] = {}
         self._case: tuple[ForwardCapture, Relation, float, float] | None = None
         self._line: str | None = None  # that gave the case's loss to backward
@@ -296,7 +300,7 @@ class Leaks:
             twice = is_moved_twice(capture, target, ignored)
             known = None if twice else known
             level.unmoved = level.unmoved + 1 if twice or not (known is None or known.moved) else 0
-            if level.unmoved < _EARLY_LOOKS:
+            if level.unmoved < _EARLY_LOOKS and not (known is not None and known.moved and self._asks_all()):
                 return
             if twice:
                 step, length = capture.step, target.numel() // len(texts(capture, target)[0])

@@ -165,7 +165,7 @@ class Probes:
             loaders=self.loaders,
             captures=self.captures,
             announce=announce,
-            leaks=Leaks(self.children, guard, announce),
+            leaks=Leaks(self.children, guard, announce, looks_at_all),
             dropout_calls=dropout_calls,
         )
         self.evaluations = Evaluations(

@@ -181,11 +181,11 @@ def _nothing(announcement: Announcement, number: int | None = None) -> None:
     del announcement, number
 
 
-def _asking() -> tuple[list[TokenChange], Callable[..., None]]:
+def _asking(*, asks_all: bool = False) -> tuple[list[TokenChange], Callable[..., None]]:
     """Return what is announced, and what takes a loss and waits for what comes of it."""
     told: list[TokenChange] = []
     children = Children(GUARD)
-    leaks = Leaks(children, GUARD, lambda fact, number=None: told.append(fact))
+    leaks = Leaks(children, GUARD, lambda fact, number=None: told.append(fact), lambda: asks_all)
 
     def ask(capture: ForwardCapture, target: Tensor, reader: Any, step: int) -> None:
         leaks.loss(capture, target, -100, reader)
@@ -221,6 +221,19 @@ def test_targets_that_were_not_moved_are_asked_about_early(moved: bool, asked: l
         assert fact.targets == "same"
         assert fact.location is not None
         assert TargetLeak().judge(fact) is not None
+
+
+@pytest.mark.parametrize("sees, leaks", [(everywhere, True), (causal, False)])
+def test_where_every_step_is_checked_a_model_is_asked_at_once(sees: Any, leaks: bool) -> None:
+    """Once, and the loss may be as high as it was."""
+    told, ask = _asking(asks_all=True)
+    model = Model(sees)
+    for step in range(7):
+        capture = capture_of(model, text())
+        capture.step = step
+        ask(capture, text()[:, 1:].flatten(), lambda: lambda: 3.0, step)
+    assert [(fact.step, fact.targets) for fact in told] == [(3, "moved")]
+    assert (TargetLeak().judge(told[0]) is not None) == leaks
 
 
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
