@@ -12,6 +12,7 @@ from ddpdebug.schema.announcements import (
     DetachedParameters,
     EvalDraws,
     FrozenParameters,
+    LeftInWeights,
     MissingParameters,
     MovedParameters,
     NoGradParts,
@@ -170,6 +171,7 @@ def _audits(seen: Seen) -> Iterator[Fact]:
     for statement, kind, names in (
         ("parameters with a gradient that no optimizer has", MissingParameters, "missing"),
         ("frozen parameters that a step has changed", MovedParameters, "names"),
+        ("parameters that an evaluation has left changed", LeftInWeights, "names"),
         ("parameters behind a detached place", DetachedParameters, "names"),
         ("parameters of modules that are not registered", UnregisteredParameters, "names"),
     ):

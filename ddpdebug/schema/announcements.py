@@ -808,6 +808,21 @@ class MovedParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftInWeights(Announcement):
+    """Weights that were put into a model for an evaluation and are trained on; see training_loop/put_in.py."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["left in"] = "left in"
+    names: tuple[str, ...] = ()  # some of them
+    frozen: bool = False  # none of these is trained
+    since: int  # the step after the first such evaluation
+    location: str | None = None  # of the newest such evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
     """What is frozen as an optimizer steps: how much of what it was built to train, the output layer, all but norms."""
 
@@ -1146,6 +1161,7 @@ TOPICS = _by_topic(
         LabelCounts,
         MissingParameters,
         MovedParameters,
+        LeftInWeights,
         FrozenParameters,
         DetachedParameters,
         UnregisteredParameters,

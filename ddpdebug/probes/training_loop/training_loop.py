@@ -57,6 +57,7 @@ from ddpdebug.probes.training_loop.loss_settings import Settings
 from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
 from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.put_in import PutIn
 from ddpdebug.probes.training_loop.repeated_numbers import Epochs
 from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.rollouts import Rollouts, with_rows
@@ -240,7 +241,7 @@ class Recipe:
         )
         self._beside = Beside(self._entries, self._roots, lambda fact: self.tell(fact, (fact.beside, fact.names)))
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
-        self._targets, self._moves, self._epochs = Targets(), FrozenMoves(), Epochs()
+        self._targets, self._moves, self._epochs, self._put_in = Targets(), FrozenMoves(), Epochs(), PutIn()
         self._settings = Settings()
         self._views, self._axes = Views(), Axes(self._entries)
         self._leaks, self._loop = leaks, _Loop()
@@ -297,6 +298,8 @@ class Recipe:
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
         bus.on("probe:resume", events.EpochBegan, self._resume.epoch_begins)
         bus.on("probe:resume", events.Loaded, self._resume.loaded)
+        bus.on("probe:moves", events.Loaded, lambda _: self._put_in.forget())
+        bus.on("probe:moves", events.Woken, lambda _: self._put_in.forget())
         bus.on("probe:resume", events.ScalerSteps, self._resume.scaler_steps)
 
     def _forget_loop(self) -> None:
@@ -370,6 +373,8 @@ class Recipe:
             self._begins_without_gradients(root, key, tensors)
             return
         self._beside.trains()
+        if left := run("probe:moves", self._put_in.trains, self._roots(), self._state.next_step()):
+            self.tell(left)
         self._end_evaluation(tensors)
         if not self._rollouts.has_batch:
             run("probe:rollouts", self._rollouts.trains, tensors())
@@ -432,6 +437,8 @@ class Recipe:
 
     def _begins_without_gradients(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         seen = self._evaluation
+        if not internals.in_train_mode(root):
+            self._run("probe:moves", self._put_in.evaluates, self._roots(), user_location())
         if key in self._inputs_told and not internals.in_train_mode(root):
             inputs = self._evaluated_inputs.get(key)
             if inputs is None:
@@ -944,6 +951,7 @@ class Recipe:
         self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
         self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
+        self._run("probe:moves", self._put_in.after_step, self._roots())
         self._last = (weakref.ref(optimizer), self._backwards)
         self._loop = _Loop()
 
