@@ -9,6 +9,7 @@ compiled graph is the one without ddpdebug. Who hears of an event is said in `pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType, GeneratorType
@@ -365,7 +366,8 @@ class Patches:
         self, norm: Any, parameters: Any = None, max_norm: Any = None, norm_type: Any = 2.0, *_: Any, **__: Any
     ) -> None:
         given = _given(parameters)
-        nothing = _is_nothing(norm) or self._used_up if type(parameters) is GeneratorType else _lacks_gradients(given)
+        used_up = type(parameters) is GeneratorType and self._used_up
+        nothing = _is_nothing(norm) or used_up if type(parameters) in _GIVES_ONCE else _lacks_gradients(given)
         self._bus.emit(events.Clipped(norm, float(max_norm), user_location(), given, float(norm_type), nothing))
 
     def _clipped_by(
@@ -459,6 +461,10 @@ def _is_within(function: str, module: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+#: What gives its items once: passed to an optimizer before, it has none left to clip.
+_GIVES_ONCE = frozenset({GeneratorType, filter, map, itertools.chain, itertools.islice, type(iter([]))})
 
 
 def _given(parameters: Any) -> Sequence[torch.Tensor] | None:

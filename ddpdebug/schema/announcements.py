@@ -988,16 +988,16 @@ class Restored(Announcement):
 
     Args:
         kind: names that have not fitted, parameters that were overwritten since, a load of what the model has anyway,
-            an average of the weights that was left out, an optimizer without state whose schedule goes on, a schedule
-            that is over as the optimizer begins, what was built anew again and again, or an optimizer that comes with
-            steps behind it.
+            names of an optimizer's parameters that got the state of others, an average of the weights that was left
+            out, an optimizer without state whose schedule goes on, a schedule that is over as the optimizer begins,
+            what was built anew again and again, or an optimizer that comes with steps behind it.
     """
 
     topic: ClassVar[str] = "alone:restored"
     scope: ClassVar[Scope] = Scope.SHARED
 
     step: int | None = None
-    kind: Literal["names", "overwritten", "itself", "average", "optimizer", "ended", "rebuilt", "resumed"]
+    kind: Literal["names", "overwritten", "itself", "order", "average", "optimizer", "ended", "rebuilt", "resumed"]
     class_name: str = field(metadata=called("class"))
     names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
     fitted: int = 0  # parameters that were

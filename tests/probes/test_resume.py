@@ -191,6 +191,35 @@ def test_an_optimizer_that_is_made_again_and_again() -> None:
 
 
 @pytest.mark.parametrize(
+    ("builds", "wrong"),
+    [
+        ("alike", ()),
+        ("in another order", ("1.bias", "1.weight", "0.bias", "0.weight")),
+        ("for a wrapper", ()),
+        ("bare", ()),
+    ],
+)
+def test_an_optimizer_whose_parameters_are_in_another_order(builds: str, wrong: tuple[str, ...]) -> None:
+    """Torch gives the first one the state of the first one; an optimizer that has no names says nothing."""
+    run = Run()
+    run.beside.append(run.model)
+    named = list(run.model.named_parameters())
+    before = torch.optim.Adam(named)
+    run.train(before)
+    state = before.state_dict()
+    if builds == "in another order":
+        named.reverse()
+    elif builds == "for a wrapper":
+        named = [(f"module.{name}", parameter) for name, parameter in named]
+    after = torch.optim.Adam(run.model.parameters() if builds == "bare" else named)
+    if builds == "bare":
+        del state["param_groups"][0]["param_names"]
+    after.load_state_dict(state)
+    run.resume.loaded(Loaded("Adam", "train.py:7", after, None, state))
+    assert [(fact.kind, fact.names) for fact in run.told] == ([("order", wrong)] if wrong else [])
+
+
+@pytest.mark.parametrize(
     ("keeps", "told"), [("references", ["itself"]), ("copies", []), ("references, averaged", []), ("some", [])]
 )
 def test_a_load_of_what_the_model_has_anyway(keeps: str, told: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ def instead(step: str, clips: str) -> list[str | None]:
     try:
         model, other = nn.Linear(3, 2), nn.Linear(3, 2)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
-        used_up = other.parameters()
+        used_up: Any = filter(lambda _: True, other.parameters()) if "filter" in clips else other.parameters()
         list(used_up)
         for _ in range(2):
             optimizer.zero_grad()
@@ -29,7 +31,7 @@ def instead(step: str, clips: str) -> list[str | None]:
             (loss if step == "unscaled" else scaler.scale(loss)).backward()
             if clips == "the model":
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            elif clips == "a used up generator":
+            elif clips.startswith("a used up"):
                 nn.utils.clip_grad_norm_(used_up, 1.0)
             elif clips == "another model":
                 nn.utils.clip_grad_norm_(list(other.parameters()), 1.0)
@@ -56,7 +58,13 @@ def instead(step: str, clips: str) -> list[str | None]:
 @pytest.mark.filterwarnings("ignore:.parameters. is an empty generator")
 @pytest.mark.parametrize(
     ("clips", "said"),
-    [("the model", None), ("a used up generator", "nothing"), ("another model", "nothing"), ("both", None)],
+    [
+        ("the model", None),
+        ("a used up generator", "nothing"),
+        ("a used up filter", "nothing"),
+        ("another model", "nothing"),
+        ("both", None),
+    ],
 )
 def test_what_is_clipped(clips: str, said: str | None) -> None:
     """A generator that was used up, or another model's parameters, have no gradients."""

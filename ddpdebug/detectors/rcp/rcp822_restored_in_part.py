@@ -39,6 +39,17 @@ _SAID: dict[str, Fields] = {
         ),
         "actions": ("keep `copy.deepcopy(model.state_dict())`, or clones on the CPU, or a file",),
     },
+    "order": {
+        "title": "an optimizer's state was loaded for other parameters: their order is not that of the saved ones",
+        "causes": (
+            "groups or parameters are listed otherwise than in the run that saved: sorted, filtered, another set",
+            "modules were renamed or moved, so that `named_parameters()` gives them in another order",
+        ),
+        "actions": (
+            "build the optimizer from the same list as in the run that saved",
+            "or put the state in order by name in a hook: `optimizer.register_load_state_dict_pre_hook`",
+        ),
+    },
     "average": {
         "title": "weights are loaded into the model but not into its averaged copy (EMA)",
         "causes": (
@@ -128,6 +139,7 @@ class RestoredInPart(EventRule):
         lambda: _told("optimizer", schedule="LambdaLR", calls=50),
         lambda: (*steps(2), *_told("rebuilt", calls=2, steps=15)),
         lambda: _told("itself", number=4),
+        lambda: _told("order", names=["0.weight"], number=4),
         lambda: _told("average", location="train.py:9"),
         lambda: _told("ended", schedule="CosineAnnealingLR", calls=40, steps=40),
     )
@@ -145,6 +157,7 @@ class RestoredInPart(EventRule):
                 "steps_of_the_optimizer": 0,
             },
             "itself": {"parameters": fact.number},
+            "order": {"parameters_with_the_state_of_another": fact.number},
             "ended": {"calls_of_the_schedule": fact.calls, "its_length": fact.steps},
             "rebuilt": {"begun_without_state": fact.calls, "steps_of_the_one_before": fact.steps},
         }.get(fact.kind, {})

@@ -93,6 +93,8 @@ class Resume:
 
     def loaded(self, event: Loaded) -> None:
         """Take a load: which names have fitted, and what the parameters are then."""
+        if is_a(event.thing, torch.optim.Optimizer):
+            self._look_at_names(event)
         if not is_a(event.thing, torch.nn.Module) or not is_a(event.result, tuple):
             return
         self._loads += 1
@@ -116,6 +118,24 @@ class Resume:
         self._into.append(id(event.thing))
         if fitting and self._is_own(event, params):
             self._tell(Restored(kind="itself", class_name=event.what, location=event.location, number=len(params)))
+
+    def _look_at_names(self, event: Loaded) -> None:
+        """See whether an optimizer that knows names got the state of other parameters: torch goes by their order."""
+        known = {
+            id(parameter): _bare(name)
+            for module in self._modules()
+            for name, parameter in internals.named_parameters(module)
+        }
+        every, wrong = {*known.values()}, list[str]()
+        for group in internals.groups(event.thing):
+            names: Any = group.get("param_names")
+            for parameter, name in zip(group["params"], names if type(names) in {list, tuple} else (), strict=False):
+                own, named = known.get(id(parameter)), _bare(str(name))
+                if own is not None and own != named and named in every:
+                    wrong.append(own)
+        if wrong:
+            said = Restored(kind="order", class_name=event.what, location=event.location, number=len(wrong))
+            self._tell(replace(said, names=tuple(wrong[:_MAX_NAMES])))
 
     def _is_own(self, event: Loaded, params: Mapping[str, torch.Tensor]) -> bool:
         """Return whether a load has given a model nothing but what it had, as it was after the newest step."""
@@ -258,6 +278,11 @@ class Resume:
 
 def _about(optimizer: torch.optim.Optimizer, kind: Any, **more: Any) -> Restored:
     return Restored(kind=kind, class_name=type(optimizer).__name__, **more)
+
+
+def _bare(name: str) -> str:
+    """Return a parameter's name without what DDP and `torch.compile` put before it."""
+    return name.removeprefix("module.").removeprefix("_orig_mod.").removeprefix("module.")
 
 
 def _renamed(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
