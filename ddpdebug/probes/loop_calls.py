@@ -68,7 +68,7 @@ class Losses(Part, key="probe:losses"):
     factor: Callable[[], float] | None = None  # with which GradScaler has multiplied what was given to backward
     told: bool = False  # the loss, by the script
     adding: Adding = field(default_factory=Adding)
-    shares: int = 1  # the losses are so many parts of one, fewer of them in a window that was cut short
+    shares: int = 1  # each loss is one of so many parts of one; a window may be cut short, or take over the one before
 
     def settle(self, usual: int) -> int:
         """Learn whether the losses are shares of one, or losses of their own; the step has all of its micro-batches.
@@ -83,7 +83,7 @@ class Losses(Part, key="probe:losses"):
         divisor = divisors.pop() if len(divisors) == 1 else None
         if divisor is not None and count > 1 and math.isclose(divisor, count):
             usual = count
-        self.shares = usual if divisor is not None and math.isclose(divisor, usual) and count <= usual else 1
+        self.shares = usual if divisor is not None and math.isclose(divisor, usual) else 1
         return usual
 
     def _add_up(self) -> bool:

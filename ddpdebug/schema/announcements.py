@@ -425,6 +425,10 @@ class LossSettings(Announcement):
     location: str | None = None  # of its backward
     #: `LOSS_FUNCTIONS` -> their names, " + " between them; "function.setting" -> number, or "(shape):digest"
     settings: Mapping[str, str] = field(default_factory=dict)
+    #: Labels that this rank's losses of the step `counted` are sums over, as a part of the number that divides them;
+    #: None where the losses are no such sums.
+    share: float | None = None
+    counted: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

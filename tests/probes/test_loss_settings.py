@@ -98,3 +98,19 @@ def test_a_setting_that_changes_later_is_told() -> None:
     calls[0] = 0
     assert _told(loss, 80, at=looks).settings["NllLoss.reduction"] == "2"
     assert looks == [16, 20, 24, 28, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"), [((0.25, 0.5), (0.75, 15)), ((0.25, None), (None, None)), ((), (None, None))]
+)
+def test_the_share_of_the_labels_is_that_of_a_whole_step(
+    shares: tuple[float | None, ...], told: tuple[float | None, int | None]
+) -> None:
+    """Of the newest that has ended, and where each of its losses is a sum over labels."""
+    settings, generator = Settings(), torch.Generator().manual_seed(0)
+    settings.step_ends(15, [None if share is None else (lambda share=share: share) for share in shares])
+    for _ in range(16):
+        scores = torch.randn(5, 3, generator=generator, requires_grad=True)
+        found = settings.look(_plain(scores, torch.zeros(5, dtype=torch.int64)), "train.py:9", by_scaler=False)
+    assert found is not None
+    assert (found[1].share, found[1].counted) == told

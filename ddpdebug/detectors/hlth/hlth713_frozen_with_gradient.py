@@ -14,7 +14,7 @@ from ddpdebug.schema.row import Flag
 class FrozenWithGradient(SampledRule):
     """Over the window the parameter's gradient is not zero and its value stays bitwise the same.
 
-    Where its group has a learning rate of 0, which is a way to freeze, this is a `warning`.
+    Where its group has a learning rate of 0, which is a way to freeze for a while, this is `info`.
 
     Impact: this part of the model does not train; the loss may still fall because the rest does.
 
@@ -35,6 +35,7 @@ class FrozenWithGradient(SampledRule):
       stochastic rounding
     - `set back`: find the code that writes the parameter after the step, or leave the parameter out of the
       optimizer
+    - `rate`: raise the group's rate where it was not meant to be frozen, or check what raises it later
     - build the optimizer after the model is final; add late parameters with `optimizer.add_param_group`
     - set `requires_grad_(False)` where freezing was meant, which also saves the gradient and its reduction
     """
@@ -113,7 +114,7 @@ class FrozenWithGradient(SampledRule):
             step=min(self._first[step.optimizer, name][0] for name in names),
             subject=tuple(names[:20]),
             phase="rate" if without_rate else None,
-            severity=Severity.WARNING if without_rate else self.severity,
+            severity=Severity.INFO if without_rate else self.severity,
             evidence={
                 "observed": observed,
                 "lr": about.lr,

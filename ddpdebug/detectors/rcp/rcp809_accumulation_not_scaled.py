@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from ddpdebug.detectors.examples import step_at, steps
-from ddpdebug.detectors.kinds import Examples, Fields, Severity, Step, Threshold
+from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.rcp.habits import WindowHabit
+from ddpdebug.schema.announcements import Announcement, LossSettings
 from ddpdebug.schema.details import Accumulation
 from ddpdebug.schema.row import Flag
 
@@ -27,6 +30,14 @@ _SAID: dict[str, Fields] = {
             "a recipe for gradients that are summed over ranks, with DDP, which averages them",
         ),
         "actions": ("leave the loss as it is: DDP divides the sum of the gradients by the number of ranks",),
+    },
+    "labels of all": {
+        "title": "the loss is divided by the labels of all ranks, and averaged over the ranks again",
+        "causes": (
+            "the sum over a rank's labels is divided by their number on all ranks, as if gradients were added up",
+            "the trainer's multiplication by the number of ranks was left out or replaced",
+        ),
+        "actions": ("multiply the loss by the world size: DDP divides the sum of the gradients by it",),
     },
     "other number": {
         "title": "the loss is not divided by the number of micro-batches of the step",
@@ -49,6 +60,11 @@ _SAID: dict[str, Fields] = {
 def _divided(passes: int, divisor: float, **more: Any) -> tuple[Step, ...]:
     about = {"micro_batches": passes, "divided_by": divisor, **more}
     return steps(6, flags=Flag.MEANS_ADDED, recipe={r: {"accumulation": about} for r in range(4)})
+
+
+def _shares(step: int, *shares: float) -> Facts:
+    settings = {rank: {"step": step + 1, "share": share, "counted": step} for rank, share in enumerate(shares)}
+    return Facts(topic="loss_settings:0", values=settings)
 
 
 class AccumulationNotScaled(WindowHabit):
@@ -85,10 +101,17 @@ class AccumulationNotScaled(WindowHabit):
     #: Losses of several terms, one forward for several losses, gradients that did not add up, a division by hand.
     unless = Flag.NOT_ONE_LINE | Flag.FEWER_FORWARDS | Flag.GRADS_DISCARDED | Flag.GRADS_CARRIED | Flag.GRADS_WRITTEN
     key = "accumulation"
+    topics = ("loss_settings",)
     uneven_counts = Threshold(
         2,
         "multiple of the smallest micro-batch's labels that the largest has in a step",
         source="chosen: sorted or padded texts differ by tens of percent, and weights by less than their noise",
+    )
+    shares_rounding = Threshold(
+        1e-5, "by which the ranks' shares of all labels may differ from one in their sum", source="that of float32"
+    )
+    shares_steps = Threshold(
+        2, "steps in which they add up to one", source="numbers of labels differ from step to step: once is chance"
     )
     fires_on = Examples(
         lambda: steps(
@@ -105,6 +128,7 @@ class AccumulationNotScaled(WindowHabit):
         lambda: _divided(8, 2.0, classes=True),
         lambda: _divided(4, 4.0, counts=[100, 900]),
         lambda: (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
+        lambda: (_shares(15, 0.4, 0.6), _shares(19, 0.55, 0.45)),
     )
     silent_on = Examples(
         lambda: (
@@ -118,8 +142,36 @@ class AccumulationNotScaled(WindowHabit):
                 steps(5, flags=Flag.MEANS_ADDED | Flag[other])
                 for other in ("NOT_ONE_LINE", "FEWER_FORWARDS", "GRADS_DISCARDED", "GRADS_CARRIED", "GRADS_WRITTEN")
             ),
-        )
+        ),
+        lambda: _shares(15, 0.4, 0.6),  # once is chance
+        lambda: (_shares(15, 0.8, 1.2), _shares(19, 1.1, 0.9)),  # multiplied by the number of ranks
+        lambda: (_shares(15, 0.5, 0.4), _shares(19, 0.4, 0.4)),  # divided by the length of padded texts
     )
+
+    def __init__(self, config: Fields | None = None) -> None:
+        super().__init__(config)
+        self._divided: dict[str, list[int]] = {}  # by loss: steps whose shares add up to one
+
+    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
+        told = {rank: fact for rank, fact in facts.items() if isinstance(fact, LossSettings)}
+        shares = [fact.share for fact in told.values() if fact.share is not None]
+        steps = {fact.counted for fact in told.values()}
+        if len(shares) != len(told) or len(told) < 2 or len(steps) > 1:
+            return
+        if math.isclose(math.fsum(shares), 1.0, rel_tol=self.shares_rounding):
+            known = self._divided.setdefault(topic, [])
+            known += [step for step in steps if step is not None]
+            if len(known) == self.shares_steps:
+                first = told[min(told)]
+                shown = {str(rank): round(fact.share or 0.0, 4) for rank, fact in told.items()}
+                yield self.finding(
+                    step=known[0],
+                    ranks=tuple(told),
+                    location=first.location,
+                    phase="labels of all",
+                    evidence={"share_of_the_labels": shown},
+                    **_SAID["labels of all"],
+                )
 
     def describe(self, about: Accumulation) -> dict[str, Any] | None:
         if (about.divided_by or 1.0) == 1 and about.micro_batches > 1:

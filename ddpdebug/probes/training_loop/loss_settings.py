@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ class Settings:
 
     def __init__(self) -> None:
         self._lines: dict[str | None, _Line] = {}
+        self._shares: tuple[int, Sequence[Callable[[], float] | None]] | None = None
+
+    def step_ends(self, step: int, shares: Sequence[Callable[[], float] | None]) -> None:
+        """Take what tells which part of the labels that divide it each loss of a step is the sum over."""
+        self._shares = step, shares
 
     def look(self, root: torch.Tensor, line: str | None, *, by_scaler: bool) -> tuple[int, LossSettings] | None:
         """See a loss before its backward; return which one it is, and its settings, once they are known."""
@@ -37,7 +43,17 @@ class Settings:
                 return None
             known = self._lines[line] = _Line(len(self._lines))
         settings = known.look(root, by_scaler=by_scaler)
-        return None if settings is None else (known.number, LossSettings(location=line, settings=settings))
+        if settings is None:
+            return None
+        share, counted = self._share()
+        return known.number, LossSettings(location=line, settings=settings, share=share, counted=counted)
+
+    def _share(self) -> tuple[float | None, int | None]:
+        """Return the share of the newest step that has ended, and its number."""
+        step, shares = self._shares or (None, ())
+        known = [share() for share in shares if share is not None]
+        whole = math.fsum(known) if known and len(known) == len(shares) else math.nan
+        return (whole, step) if math.isfinite(whole) else (None, None)
 
 
 class _Line:

@@ -26,7 +26,7 @@ from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
 from ddpdebug.probes.loaders import Loaders
-from ddpdebug.probes.loop_calls import LoopCalls
+from ddpdebug.probes.loop_calls import LoopCalls, Losses
 from ddpdebug.probes.loss_line import expression
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.plain_models import PlainModel, PlainModels
@@ -279,6 +279,7 @@ class Recipe:
         bus.on("probe:recipe-forward", events.EvaluationForwardEnded, self._around_ends)
         bus.on("probe:recipe-forward", events.ModuleForwardFailed, lambda _: self.abort())
         bus.on("probe:losses", events.BackwardBegan, self._look_at_loss)
+        bus.on("probe:losses", events.StepClosing, self._loss_shares)
         bus.on("probe:recipe", events.BackwardBegan, self._begin_backward)
         bus.on("probe:recipe", events.BackwardEnded, self._end_backward)
         bus.on("probe:recipe", events.EpochBegan, self._epoch_begins)
@@ -626,6 +627,13 @@ class Recipe:
             self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
         if number == 1:
             self._look_at_first(found, root, scale, line)
+
+    def _loss_shares(self, event: events.StepClosing) -> None:
+        record, parts = event.record, event.record.since.parts
+        if record.optimizer or not self._state.wrappers:  # what DDP averages over the ranks is meant
+            return
+        rescaled = parts[RecipeNotes].flags & Flag.GRADS_WRITTEN
+        self._settings.step_ends(record.step, () if rescaled else parts[Losses].label_shares)
 
     def _look_at_terms(self, found: list[Term], line: str | None) -> None:
         """Look at each loss function that a loss is made of."""
