@@ -183,22 +183,34 @@ def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
     """Whether each rank trains parameters of its own by these names, where no DDP is involved.
 
     Stages of a pipeline have not the same names and shapes, or send to each other. Experts differed before the first
-    step, when the gradients of other parameters were already averaged.
+    step, when the gradients of other parameters were already averaged, or are marked.
 
     Args:
         shared: what the rules of a run share; what is known of an optimizer stays.
     """
+    own = own_names(step, shared)
+    return own is None or (bool(own) and own >= {*names})
+
+
+def own_names(step: Step, shared: dict[str, Any]) -> set[str] | None:
+    """Return the parameters that each rank has of its own, None where all are: see `are_own`."""
     known: dict[int, set[str] | None] = shared.setdefault("own parameters", {})  # None: all
+    asked = step.answers(Contract).values()
     if step.optimizer not in known and step.all(Flag.NO_DDP):
-        asked = step.answers(Contract).values()
         if len({told.parameters for told in asked}) > 1 or (asked and all([told.messages for told in asked])):
             known[step.optimizer] = None
-        elif step.any(Flag.FIRST) and len(told := step.answers(Gradients)) > 1:
-            odd = set(differing_names({rank: own.foreign for rank, own in told.items()}))
-            apart = set(differing_names({rank: own.before for rank, own in step.answers(Parameters).items()}))
-            known[step.optimizer] = apart if odd <= apart and averaged(step) else set()
+        elif step.any(Flag.FIRST) and len(step.answers(Gradients)) > 1:
+            known[step.optimizer] = _apart(step) if averaged(step) else set()
     own = known.get(step.optimizer, set())
-    return own is None or (bool(own) and own >= {*names})
+    return None if own is None else own.union(*[told.marked for told in asked])
+
+
+def _apart(step: Step) -> set[str]:
+    """Return the parameters of modules of which some differed before the step: of an expert's biases none may."""
+    before = {rank: own.before for rank, own in step.answers(Parameters).items()}
+    modules = {name.rpartition(".")[0] for name in differing_names(before) if "." in name}
+    every = {name for own in before.values() for name in own}
+    return {*differing_names(before), *(name for name in every if name.rpartition(".")[0] in modules)}
 
 
 def ordered(names: Collection[str], order: Sequence[str]) -> list[str]:

@@ -141,12 +141,15 @@ def _gradients(record: StepRecord, _: Sources) -> Gradients:
 def _contract(record: StepRecord, sources: Sources) -> Contract:
     unreduced: dict[str, str] = {}
     shapes: list[object] = []
+    marked: list[str] = []
     for name, parameter, _, owner in sources.state.watch_of(record.optimizer).table:
         reason = "never-wrapped" if owner is None else owner.unreduced(name.removesuffix("'"), parameter)
         if reason is not None and parameter.requires_grad:
             unreduced[name] = reason
         if owner is None:
             shapes.append((name, *parameter.shape))
+            if internals.is_own(parameter):
+                marked.append(name)
     wrappers, calls = tuple(sources.state.wrappers), record.since.parts[StepCalls]
     bypass = record.contract.bypass
     site = next(iter([w.call_site.location for w in wrappers if w.call_site and w.call_site.location]), None)
@@ -156,6 +159,7 @@ def _contract(record: StepRecord, sources: Sources) -> Contract:
         unreduced=unreduced,
         gathered=tuple(calls.gathered),
         clips=tuple(calls.clips),
+        marked=tuple(marked),
         parameters="" if any(record.owned) else hex_digest(fingerprint.of_text(repr(shapes))),
         messages=sources.state.messages >= record.step,
         find_unused=any([ddp.find_unused_parameters for w in wrappers if (ddp := w.ref()) is not None]),

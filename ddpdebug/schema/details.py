@@ -190,6 +190,8 @@ class Contract(Detail):
     clips: tuple[Clip, ...] = ()
     find_unused: bool = False  # some wrapper looks for unused parameters
     parameters: str = ""  # a digest of the names and shapes of the optimizer's, where no DDP owns any of them
+    #: Parameters that no DDP owns and that are marked as a rank's own part, as Megatron-LM does (`allreduce=False`).
+    marked: tuple[str, ...] = ()
     messages: bool = False  # the rank has sent to one other rank in this step, or received from one: a pipeline's stage
 
 

@@ -15,6 +15,7 @@ from ddpdebug.detectors.comparison import (
     culprits,
     named,
     ordered,
+    own_names,
     parted_over,
     subset,
 )
@@ -51,14 +52,15 @@ class GradientRule(ChainRule):
             yield from super().report(step, classes)
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
-        shared = parted_over(step, "grads")
+        shared, own = parted_over(step, "grads"), own_names(step, self.shared) or set()
+        subject = tuple([name for name in verdict.subject if name not in own]) or verdict.subject
         return self.finding(
             step,
             ranks=named(verdict.ranks, shared),
-            subject=verdict.subject[:MAX_NAMES],
+            subject=subject[:MAX_NAMES],
             phase=verdict.phase,
             location=verdict.location,
-            evidence={"parameters": len({*map(whole_name, verdict.subject)}), **verdict.evidence, **shared},
+            evidence={"parameters": len({*map(whole_name, subject)}), **verdict.evidence, **shared},
         )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.comparison import MAX_NAMES, averaged
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Examples, Step, Verdict
+from ddpdebug.detectors.kinds import Examples, Finding, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.detectors.sync.sync208_no_synchronisation import NoSynchronisation
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
+_FOREIGN_ODD: dict[int, Any] = {rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)}
 _W: dict[int, Any] = {rank: {"w": f"{rank}"} for rank in range(4)}
 _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"head.w": str(rank)}} for rank in range(4)}
 
@@ -29,6 +31,7 @@ class ParameterNotReduced(GradientRule):
     turned back), `never-wrapped` (in no DDP at all). Search for that change behind the wrapping.
 
     Causes:
+    - `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that leaves some out
     - `never-wrapped`: a second module (discriminator, criterion with weights, projection) whose parameters are in the
       optimizer, but that was never wrapped
     - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
@@ -36,6 +39,7 @@ class ParameterNotReduced(GradientRule):
     - `unfrozen`: `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
 
     Remedy:
+    - `others averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
     - `never-wrapped`: wrap every module that has trainable parameters, or put them into the one that is wrapped
     - `unfrozen`: keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
     - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change
@@ -48,7 +52,7 @@ class ParameterNotReduced(GradientRule):
         lambda: step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),
         lambda: step_at(
             0,
-            odd={rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)},
+            odd=_FOREIGN_ODD,
             gradients=_FOREIGN,
             contract=contract(4, unreduced={"head.w": "never-wrapped"}),
         ),
@@ -58,6 +62,20 @@ class ParameterNotReduced(GradientRule):
             9, gradients=gradients(4), contract=contract(4, unreduced={"w": "unfrozen"})
         ),  # gradients agree
         lambda: step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4)),
+        lambda: step_at(  # experts by hand: their biases began alike
+            0,
+            odd=_FOREIGN_ODD,
+            flags=Flag.NO_DDP | Flag.FIRST,
+            gradients={r: {"foreign": {"own.w": str(r), "own.b": str(r), "head.w": "1"}} for r in range(4)},
+            parameters={r: {"before": {"own.w": str(r), "own.b": "0", "head.w": "1"}} for r in range(4)},
+            contract=contract(4, unreduced=dict.fromkeys(("own.w", "own.b", "head.w"), "never-wrapped")),
+        ),
+        lambda: step_at(
+            0,
+            odd=_FOREIGN_ODD,
+            gradients=_FOREIGN,
+            contract=contract(4, unreduced={"head.w": "never-wrapped"}, marked=["head.w"]),
+        ),
     )
 
     @classmethod
@@ -79,5 +97,11 @@ class ParameterNotReduced(GradientRule):
             evidence={
                 "which": {name: reasons[name] for name in found[:MAX_NAMES]},
                 "also_differing": len(names) - len(found),
+                **({"others": "averaged by hand"} if step.all(Flag.NO_DDP) and averaged(step) else {}),
             },
         )
+
+    def word(self, step: Step, verdict: Verdict) -> Finding:
+        found = super().word(step, verdict)
+        which = {name: why for name, why in verdict.evidence["which"].items() if name in found.subject}
+        return replace(found, evidence={**found.evidence, "which": which})
