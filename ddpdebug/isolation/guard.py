@@ -145,7 +145,7 @@ class Guard:
         return self.capturing > 0 and part != CAPTURES and of_devices
 
     def contain(self, part: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `call(*args, **kwargs)`, or None when the part is off or fails; not for probes, but in any thread.
+        """Run a call that is no probe, in any thread; return its result, or None when the part is off or fails.
 
         Its time does not count, and torch is not asked for modes.
         """

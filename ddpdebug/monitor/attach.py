@@ -34,7 +34,7 @@ def install(
     starts: bool | None = None,
     origin: Origin | None = None,
 ) -> Monitor:
-    """Attach to this process: every DDP and optimizer made from now on is watched. Return the monitor.
+    """Attach to this process: every DDP made from now on and every optimizer is watched. Return the monitor.
 
     Args:
         late: the job may have built modules and optimizers already; they are looked for among all objects, once.

@@ -182,7 +182,7 @@ class Companion:
         return self._at_once("finish")
 
     def close(self) -> None:
-        """Close the connection to the companion and end it."""
+        """Close the connection to the companion and release its process."""
         if self._way is not None:
             self._way.close()
             self._way = None

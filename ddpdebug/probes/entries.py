@@ -408,7 +408,7 @@ class Entries:
         self._undo.append((part, functools.partial(atexit.unregister, leave)))
 
     def on_collections(self, part: str, times: deque[float]) -> Callable[[], bool]:
-        """Have the time appended `STAMPS` times at the start and end of each garbage collection; return a test of that.
+        """Append the time `STAMPS` times as a garbage collection begins and ends; return a test whether this is active.
 
         All of it is made of parts that run in C: a signal that comes during a collection is handled at the next line
         of Python, and what its handler raises in a callback of the collector's is lost.

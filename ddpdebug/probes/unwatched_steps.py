@@ -135,7 +135,7 @@ class UnwatchedSteps:
     # --- what is called in each step; each returns whether the step is watched from here on ---------------------------
 
     def leave(self, *_: Any, **__: Any) -> bool:
-        """Handle a call that means nothing by itself."""
+        """Handle a call that means nothing by itself: the step stays unwatched."""
         return False
 
     @property
@@ -144,13 +144,13 @@ class UnwatchedSteps:
         return _NUMBERS if self._entries.unwatched else None
 
     def ddp_forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
-        """Handle a call of a DDP; return whether it passes unwatched."""
+        """Handle a call of a DDP; return whether the step is watched from now on."""
         if torch.is_grad_enabled():
             self._collectives.forward(ddp)
         return self.forward()
 
     def forward(self, *_: Any, **__: Any) -> bool:
-        """Handle a call of a model."""
+        """Handle a call of a model; return whether the step is watched from now on."""
         if not torch.is_grad_enabled():
             return self._views_model()
         self._partly = True
@@ -165,11 +165,11 @@ class UnwatchedSteps:
         return not self._entries.unwatched
 
     def prepared(self, *_: Any, **__: Any) -> bool:
-        """Handle a DDP's preparation of its forward."""
+        """Handle a DDP's preparation of its forward; return whether the step is watched from now on."""
         return self._follows
 
     def backward(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
-        """Handle a call of `backward`."""
+        """Handle a call of `backward`; return whether the step is watched from now on."""
         self._partly = True
         self._backwards += 1
         self._collectives.backward()
@@ -185,7 +185,7 @@ class UnwatchedSteps:
         return True
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Handle the start of an optimizer step."""
+        """Handle the start of an optimizer step; return whether it is watched."""
         if self._stepping and (id(optimizer) in self._stepping or not _is_nested()):
             self._stepping.clear()  # the last step has raised
         if not self._stepping and self._recorder.known(optimizer) is None:
@@ -197,7 +197,7 @@ class UnwatchedSteps:
         return False
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Handle the end of an optimizer step."""
+        """Handle the end of an optimizer step that was not watched."""
         if id(optimizer) not in self._stepping:
             return False
         while self._stepping and self._stepping.pop() != id(optimizer):

@@ -82,7 +82,7 @@ def memory_summary() -> str:
 
 
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Have `observer(device, requested, total, free)` called before CUDA raises, for good; return whether it can be."""
+    """Have `observer(device, requested, total, free)` called before CUDA raises, for good; return whether it works."""
     attach = names.observe_out_of_memory
     if attach is None or not torch.cuda.is_initialized():
         return False
