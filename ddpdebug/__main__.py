@@ -1,4 +1,4 @@
-"""`python -m ddpdebug` is `ddpdebug`."""
+"""Entry point of `python -m ddpdebug`: the same as the command `ddpdebug`."""
 
 from __future__ import annotations
 

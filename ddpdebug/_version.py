@@ -1,3 +1,3 @@
-"""The version of ddpdebug, which the package's metadata are made from."""
+"""The version of ddpdebug; the package's metadata take it from here."""
 
 __version__ = "0.1.0"

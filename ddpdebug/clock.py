@@ -1,4 +1,4 @@
-"""The clock as it was when ddpdebug was loaded, whatever the script puts in place of Python's.
+"""The functions of `time` and `datetime` as they were when ddpdebug was loaded, even if the script replaces them later.
 
 A script may replace the functions of the module `time` (to test, to warp time), or have a library do that in every
 loaded module that has them under some name. So ours are attributes of a class, which are found neither way, and no
@@ -12,7 +12,7 @@ import time as _time
 
 
 class time:  # noqa: N801 - it stands for the module of this name
-    """What ddpdebug uses of the module `time`."""
+    """The functions of the module `time` that ddpdebug uses."""
 
     monotonic = staticmethod(_time.monotonic)
     monotonic_ns = staticmethod(_time.monotonic_ns)

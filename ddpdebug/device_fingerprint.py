@@ -39,7 +39,7 @@ Launch = Callable[[Tensor, Tensor, Tensor, int, int], None]
 
 
 class Table(NamedTuple):
-    """Where the tensors' words are, on their device.
+    """Addresses and sizes of tensors for the kernel, as tensors on their device.
 
     Args:
         places: a row for each tensor, int64: address, number of words, bytes of a word (0: of 4, with an address that
@@ -88,14 +88,14 @@ def device_fingerprints(
 
 
 def by_torch(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the same sums by operations of torch: one copy at a time of tensors that are no block of memory."""
+    """Return the same sums by torch operators; non-contiguous tensors are copied one at a time."""
     most = max(tensor.nbytes // _word_bytes(tensor.nbytes) for tensor in tensors)
     weights = weights_of(min(most, CHUNK_WORDS), tensors[0].device)
     return torch.stack([_weighted_sum(tensor, weights) for tensor in tensors])
 
 
 def fused(blocks: Sequence[Tensor], launch: Launch) -> Tensor:
-    """Return the same sums of blocks of memory by one launch: a copy of what they begin with, to which it adds."""
+    """Return the same sums of contiguous tensors by one kernel launch, which adds to a copy of the initial sums."""
     device = blocks[0].device
     # a table is copied on one stream: another one does not wait for that
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -117,7 +117,7 @@ devices.failure.when(functools.partial(devices.keep, _TABLES))
 
 
 def table_of(blocks: Sequence[Tensor]) -> Table:
-    """Return where blocks of memory are, copied to their device from pinned memory, without waiting."""
+    """Return the table of contiguous tensors, copied to their device from pinned memory, without waiting."""
     rows, tiles, begun = [], [], []
     first = 0
     for block in blocks:
@@ -157,7 +157,7 @@ def _begun(size: int) -> int:
 
 
 def weights_of(count: int, device: torch.device) -> Tensor:
-    """Return the weights of the positions of a chunk: their numbers from 1 on, mixed as the kernel does, as int64."""
+    """Return the weight of each position of a chunk as int64: its number from 1 on, mixed as the kernel does."""
     found = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX_1 & _WORD_MASK
     found = (found ^ (found >> 15)) * _MIX_2 & _WORD_MASK
     found ^= found >> 13
@@ -185,7 +185,7 @@ def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 def forget_tables() -> None:
-    """Give back the memory of the tables that are kept on devices."""
+    """Release the device memory of cached tables."""
     _TABLES.clear()
 
 

@@ -1,4 +1,4 @@
-"""Questions to a device beside the training, pinned memory that numbers come to the host in, and a device's failure.
+"""Access to a device beside the training: queries, copies through pinned memory, and detection of a device's failure.
 
 Once CUDA has failed (a device-side assert, an illegal address) every question to it raises. So does memory that goes
 back to torch's allocators: out of a destructor, which ends the process before the script's traceback is printed. Who
@@ -35,12 +35,12 @@ _T = TypeVar("_T")
 
 
 def keep(thing: object) -> None:
-    """Keep something for as long as the process lives, also while the interpreter takes its modules apart."""
+    """Keep an object alive until the process ends, also during the interpreter's shutdown."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Whether an error says, or was raised because of one that says, that the device cannot be used any more."""
+    """Whether an error, or one of its causes, says that the device cannot be used any more."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
@@ -53,7 +53,7 @@ def is_failure(error: BaseException | None) -> bool:
 
 
 class Failure:
-    """Whether a device of this process has failed: once, and for the rest of its life."""
+    """The failure of a device of this process, which is final: no query is sent to a device after it."""
 
     def __init__(self) -> None:
         self.failed, self.text = False, ""
@@ -61,7 +61,7 @@ class Failure:
         self._calls: list[Callable[[], object]] = []
 
     def note(self, error: BaseException | None) -> bool:
-        """Whether an error is that of a device that has failed; the first one is announced."""
+        """Record an error if it is a device's failure, and return whether it is; the first one is announced."""
         if not is_failure(error):
             return False
         with self._noting:
@@ -74,16 +74,16 @@ class Failure:
         return True
 
     def when(self, call: Callable[[], object]) -> None:
-        """Call as soon as a device has failed, in whatever thread that is noticed in."""
+        """Register a callback for the moment at which a failure of a device is noticed, in whatever thread."""
         self._calls.append(call)
 
     def forget(self, call: Callable[[], object]) -> None:
-        """Do not call any more."""
+        """Remove a callback."""
         if call in self._calls:
             self._calls.remove(call)
 
     def check(self) -> None:
-        """Raise DeviceFailedError where the device must not be asked any more."""
+        """Raise DeviceFailedError if a device has failed."""
         if self.failed:
             raise DeviceFailedError(self.text)
 
@@ -92,24 +92,24 @@ failure = Failure()
 
 
 class Captures:
-    """Captures of CUDA graphs in progress: a question to the device, from whatever thread, would spoil one."""
+    """CUDA graph captures in progress: a device query from any thread would spoil a capture."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
         self._number = 0
 
     def change(self, by: int) -> None:
-        """Note that one begins or ends; one that begins waits until nobody asks."""
+        """Note that a capture begins (1) or ends (-1); one that begins waits until no query is under way."""
         with self._asking:
             self._number = max(0, self._number + by)
 
     @property
     def in_progress(self) -> bool:
-        """Whether there is one."""
+        """Whether a capture is in progress."""
         return self._number > 0
 
     def ask(self, question: Callable[[], _T]) -> _T | None:
-        """Return what the device answers, None during a capture.
+        """Send a query to the device and return the answer; None during a capture.
 
         Raises:
             DeviceFailedError: it has failed before.
@@ -123,11 +123,11 @@ class Captures:
             raise
 
     def is_reached(self, event: Any) -> bool:
-        """Whether an event has been reached, as far as the device may be asked."""
+        """Whether an event has been reached; False during a capture."""
         return bool(self.ask(event.query))
 
     def wait_for(self, event: Any) -> None:
-        """Return once the event has been reached; only off the hot path."""
+        """Wait until an event has been reached; only off the hot path."""
         pause = _PAUSE
         while not self.is_reached(event):
             time.sleep(pause)
@@ -138,7 +138,7 @@ captures = Captures()
 
 
 def arrival(device: torch.device, event: torch.Event | None = None) -> torch.Event:
-    """Return an event that is reached when a device has done what its current stream was given until now.
+    """Return an event that is reached when a device has finished the work queued on its current stream so far.
 
     Without the stream torch records it on the current device's, which need not be this one.
     """
@@ -160,7 +160,7 @@ class _Pinned:
 
 
 class Copy:
-    """A copy between a device and the host that is on its way, in pinned memory that the next one uses again."""
+    """A copy in progress between a device and the host; its pinned memory is used again by later copies."""
 
     __slots__ = ("_arrived", "_piece", "host")
 
@@ -170,14 +170,14 @@ class Copy:
         self.host = unlisted(self._piece.memory[: like.nbytes].view(like.dtype).view(like.shape))
 
     def begun(self, device: torch.device) -> None:
-        """Note that the device's current stream was given the copy."""
+        """Note that the copy was queued on the device's current stream."""
         before = self._piece.event
         self._piece.event = arrival(device, before)
         if before is None:
             keep(self._piece.event)
 
     def wait(self) -> None:
-        """Return once it has arrived; only off the hot path."""
+        """Wait until the copy has arrived; only off the hot path."""
         if not self._arrived:
             captures.wait_for(self._piece.event)
             self._arrived = True
@@ -210,7 +210,7 @@ def _piece(device: torch.device, nbytes: int) -> _Pinned:
 
 
 def to_host(tensor: torch.Tensor) -> Copy:
-    """Copy what a tensor on a device holds now to the host, without waiting."""
+    """Start a copy of a device tensor's present values to the host, without waiting."""
     copy = Copy(tensor, tensor.device)
     copy.host.copy_(tensor.detach(), non_blocking=True)  # no graph goes into memory that is used again
     copy.begun(tensor.device)
@@ -218,7 +218,7 @@ def to_host(tensor: torch.Tensor) -> Copy:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on a device, without waiting."""
+    """Return a copy of a host tensor on a device, without waiting."""
     copy = Copy(tensor, device)
     copy.host.copy_(tensor)
     there = copy.host.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The disk as ddpdebug may use it: private files, and only room that the job can spare. Torch-free.
+"""Disk access of ddpdebug: private files, and only space that the job can spare. Torch-free.
 
 A job writes checkpoints into the same file systems, and one that fails for lack of room costs hours, where a bundle
 costs a hint. So every writer asks `Disk.refusal` before each write, and what was not written is counted.
@@ -39,7 +39,7 @@ PRIVATE = 0o600
 
 
 class Free(NamedTuple):
-    """The room that a file system has left, in bytes and files."""
+    """The free space of a file system, in bytes and files."""
 
     bytes: int
     total: int
@@ -47,7 +47,7 @@ class Free(NamedTuple):
 
 
 class NoRoomError(OSError):
-    """A write was not begun, because the job may need the room."""
+    """A write was refused, because the job may need the space."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.ENOSPC, reason)
@@ -55,7 +55,7 @@ class NoRoomError(OSError):
 
 
 class Disk:
-    """Room and permissions for everything that ddpdebug writes: private files, and a reserve for the job.
+    """Permissions and free space for everything that ddpdebug writes: private files, and a reserve for the job.
 
     Args:
         mode: permissions of new files; directories are passable for whom files are readable. None is what the
@@ -77,7 +77,7 @@ class Disk:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def refusal(self, path: Path, size: int, what: str) -> str | None:
-        """Return why `size` bytes must not be written at a path now; None where there is room.
+        """Return why `size` bytes must not be written to a path now; None if there is enough space.
 
         Args:
             what: rows, observations and summaries leave less, everything else is large.
@@ -118,7 +118,7 @@ class Disk:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def begin(self, directory: Path) -> None:
-        """Make a run directory, below which nothing is written from here on where it is another one, or gone.
+        """Make a run directory; writes below it are refused once it is gone or another one has taken its place.
 
         One that is new keeps itself out of what version control sees; what was there before is the user's.
         """
@@ -139,7 +139,7 @@ class Disk:
             raise FileNotFoundError(errno.ENOENT, f"the run directory {str(directory)!r} is gone")
 
     def make_directory(self, path: Path, below: Path | None = None) -> bool:
-        """Make a directory and what is missing above it; return whether this call made it, raise OSError if it failed.
+        """Make a directory and its missing parents; return whether this call made it, raise OSError if it failed.
 
         Args:
             below: a directory that may be anything; what is under it must be real directories, and no links, which
@@ -171,7 +171,7 @@ class Disk:
         return io.FileIO(self.descriptor(path, flags), "ab" if flags & os.O_APPEND else "wb")
 
     def descriptor(self, path: Path, flags: int) -> int:
-        """Open a file likewise, for what is `Kept`."""
+        """Open a file for writing as `open` does, and return its descriptor, for `Kept`."""
         self._require_home(path)
         mode = 0o666 if self._mode is None else PRIVATE
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -189,7 +189,7 @@ class Disk:
         return self.open(path, os.O_WRONLY | os.O_TRUNC)
 
     def append(self, path: Path, data: bytes) -> None:
-        """Add to a file, all or nothing; raise OSError where that fails."""
+        """Append bytes to a file, all or none; raise OSError if that fails."""
         with self.open(path, os.O_WRONLY | os.O_APPEND) as file:
             before = os.fstat(file.fileno()).st_size
             try:
@@ -200,7 +200,7 @@ class Disk:
                 raise
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a file so that a failure leaves nothing of it."""
+        """Write a whole file; delete it if the write fails."""
         with self.create(path) as file:
             try:
                 write_all(file.fileno(), data)
@@ -210,7 +210,7 @@ class Disk:
                 raise
 
     def replace(self, path: Path, parts: Iterable[bytes]) -> None:
-        """Write a file so that readers see the old or the new content, never a part."""
+        """Replace a file atomically: readers see the old or the new content, never a part."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             with self.open(temporary, os.O_WRONLY | os.O_EXCL) as file:
@@ -228,7 +228,7 @@ class Disk:
 
 
 def mode_of(setting: str) -> int | None:
-    """Return the permissions that a value of `file_mode` stands for; raise ValueError for anything else.
+    """Return the permissions for a value of the setting `file_mode`; raise ValueError for anything else.
 
     `private` is 0600, `umask` is None, others are octal: the owner must be able to read and write, and nothing that
     ddpdebug writes is executable.
@@ -256,7 +256,7 @@ _FIRST = 512
 
 
 def moved_up(descriptor: int) -> int:
-    """Return a descriptor under a higher number; the old one is closed. Where the limit is too low it stays there."""
+    """Duplicate a descriptor to a high number and close the old one; keep the old one if the limit is too low."""
     try:
         higher = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
     except OSError:
@@ -266,12 +266,12 @@ def moved_up(descriptor: int) -> int:
 
 
 def socket_up(given: socket.socket) -> socket.socket:
-    """Return a socket likewise."""
+    """Return a socket whose descriptor has a high number."""
     return socket.socket(fileno=moved_up(given.detach()))
 
 
 class Kept:
-    """A descriptor that has to stay open: ours as long as its number leads to what was opened."""
+    """A descriptor that stays open, used only while its number still leads to the file that was opened."""
 
     def __init__(self, number: int) -> None:
         self.number, self._is = number, _identity(os.fstat(number))
@@ -283,45 +283,45 @@ class Kept:
             return False
 
     def write(self, data: bytes) -> bool:
-        """Hand all bytes to the operating system; return whether it still was ours."""
+        """Write all bytes; return False if the descriptor's number belongs to another file by now."""
         if not self:
             return False
         write_all(self.number, data)
         return True
 
     def close(self) -> None:
-        """Close it, unless its number is somebody else's by now."""
+        """Close the descriptor, unless its number belongs to another file by now."""
         if self:
             os.close(self.number)
         self.number = -1
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Hand all bytes to the operating system."""
+    """Write all bytes to a descriptor."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 class Ballast:
-    """A small file that makes room on a full disk for what must be written: a finding, how the run ended."""
+    """A small file that is deleted on a full disk, to make space for a finding or for the outcome of a run."""
 
     def __init__(self, disk: Disk, path: Path, size: int) -> None:
         self._disk, self._path, self._size = disk, path, size
 
     def take(self) -> None:
-        """Take the room; without it on a disk that is full already."""
+        """Write the file; do nothing if the disk is full already."""
         with suppress(OSError):
             self._disk.write(self._path, os.urandom(_BLOCK) * (self._size // _BLOCK))
 
     def drop(self) -> None:
-        """Give the room back."""
+        """Delete the file."""
         with suppress(OSError):
             self._path.unlink()
 
 
 class Volumes:
-    """The free room of file systems (statvfs); of those in memory, no more than the memory that is free."""
+    """The free space of file systems (statvfs); of those in memory, no more than the free memory."""
 
     def __init__(self) -> None:
         self._in_memory: dict[int, bool] = {}  # by the number of the device
@@ -347,7 +347,7 @@ class Volumes:
         return Free(size, found.f_blocks * found.f_frsize, files)
 
     def in_memory(self, path: Path) -> bool:
-        """Return whether a path lies in memory (tmpfs, ramfs)."""
+        """Whether a path lies on a file system in memory (tmpfs, ramfs)."""
         device = path.stat().st_dev
         if device not in self._in_memory:
             self._in_memory[device] = _kind_of(device) in {"tmpfs", "ramfs"}
@@ -355,7 +355,7 @@ class Volumes:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of file system that a path lies in, "ext4" or "nfs4"; empty where that is not known."""
+    """Return the type of a path's file system, "ext4" or "nfs4"; empty if unknown."""
     return _kind_of(path.stat().st_dev)
 
 
@@ -369,7 +369,7 @@ def _kind_of(device: int) -> str:
 
 
 def free_memory() -> list[int]:
-    """Return what the machine and the control group have left, in bytes, as far as that is known."""
+    """Return the free memory of the machine and of the control group, in bytes, as far as known."""
     return [*_free_memory(), *_group_memory()]
 
 

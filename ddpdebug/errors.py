@@ -1,4 +1,4 @@
-"""Our own errors. Torch-free.
+"""The errors of ddpdebug. Torch-free.
 
 DdpdebugError
 ├── UsageError (also a ValueError)        a wrong option or value; commands exit with 2
@@ -35,17 +35,17 @@ NEEDS = "it needs {}, which is off"
 
 
 class DdpdebugError(Exception):
-    """The base of everything that ddpdebug raises on purpose."""
+    """The base class of all errors that ddpdebug raises on purpose."""
 
 
 class UsageError(DdpdebugError, ValueError):
-    """The caller asked for something that does not exist or cannot be; nothing has been started."""
+    """A wrong option, value or file; nothing has been started."""
 
     exit_code = 2
 
 
 class TargetError(UsageError):
-    """There is nothing to run under the name that was given; `run` exits with the status that Python has then."""
+    """There is no such script or module; `run` exits with the status that Python has then."""
 
     def __init__(self, message: str, status: int = UsageError.exit_code) -> None:
         super().__init__(message)
@@ -65,11 +65,11 @@ class FindingError(DdpdebugError, RuntimeError):
 
 
 class DeviceFailedError(DdpdebugError, RuntimeError):
-    """A device has failed before, by the error that this one quotes: nothing of it is read any more."""
+    """A device has failed before, by the error that this one quotes; nothing is read from it any more."""
 
 
 class StopRun(BaseException):  # `except Exception` of a script must not catch it
-    """The script has taken the optimizer steps that were asked for; its `finally` blocks run, nothing is printed."""
+    """The script has taken the steps that `--steps` allows; its `finally` blocks run, nothing is printed."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -77,7 +77,7 @@ class StopRun(BaseException):  # `except Exception` of a script must not catch i
 
 
 def text_of(error: BaseException) -> str:
-    """Return class and text of an error; the class alone where code in Python makes the text.
+    """Return class and text of an error; the class alone if Python code would make the text.
 
     It may be the script's: it may raise, print or count, and the interpreter calls it once, for the traceback.
     """
@@ -89,7 +89,7 @@ def text_of(error: BaseException) -> str:
 
 
 def essence(text: str) -> str:
-    """Return the part of an error's text that says what happened: its head, and of a worker's the error in it."""
+    """Return the informative part of an error's text: its first part, and a failed worker's own error."""
     head, of_worker, trace = text.partition(_OF_WORKER)
     own = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "") if of_worker else ""
     told = f"{_NOISE.sub('', head).strip()} {own}".strip()

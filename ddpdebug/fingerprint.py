@@ -1,4 +1,4 @@
-"""64-bit fingerprints of what tensors contain, and of bytes and texts.
+"""64-bit fingerprints of tensors, bytes and texts.
 
 Two tensors of the same shape and dtype have the same fingerprint when their elements are equal bit for bit (-0.0 is
 not 0.0, NaN payloads count), whatever their strides; any changed bit and any moved element changes it. Shape and dtype
@@ -51,12 +51,12 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def of_bytes(data: bytes | bytearray | memoryview) -> int:
-    """Return the fingerprint of `data`."""
+    """Return the fingerprint of bytes."""
     return xxh3_64_intdigest(data) or NEVER_ZERO
 
 
 def of_text(text: str) -> int:
-    """Return the fingerprint of `text`."""
+    """Return the fingerprint of a text."""
     return of_bytes(text.encode("utf-8", "surrogatepass"))
 
 
@@ -70,7 +70,7 @@ NO_DATA = of_text("ddpdebug: a tensor without data")
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return the fingerprint of what `tensor` contains; see the module's table."""
+    """Return the fingerprint of a tensor's elements; see the module's table."""
     if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         size = tensor.nbytes
         if size == 0:
@@ -135,9 +135,9 @@ def spots(tensors: Sequence[Tensor]) -> int:
 
 
 def row_fingerprints(tensor: Tensor, row_bytes: int, most: int) -> list[int]:
-    """Return fingerprints of the rows of a dense tensor in host memory, evenly spaced ones of more than `most`.
+    """Return fingerprints of the rows of a dense host tensor; of more than `most` rows, evenly spaced ones.
 
-    None, where it lies elsewhere or does not consist of whole rows. No operation of torch is called.
+    Empty if the tensor lies elsewhere or does not consist of whole rows. No operation of torch is called.
     """
     size = tensor.nbytes if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is _STRIDED else 0
     if not 0 < row_bytes <= size or size % row_bytes or not tensor.is_contiguous():
@@ -169,7 +169,7 @@ def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int
 
 
 def sample(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[Tensor, Callable[[Tensor], int], bool] | None:
-    """Return what of a dense tensor `sampled_fingerprint` reads, where it is, for whoever copies it without waiting.
+    """Return the part of a dense device tensor that `sampled_fingerprint` reads, for a copy without waiting.
 
     With it comes what makes the fingerprint of the copy in host memory, and whether it is a sample. None where there is
     nothing to copy, or more than one block of memory.
@@ -183,7 +183,7 @@ def sample(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[Tensor, Callable
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Return each number of an int64 tensor scrambled: what was near each other is not any more."""
+    """Return the numbers of an int64 tensor, each scrambled, so that neighbouring values become unrelated."""
     found = values * signed(0x9E3779B97F4A7C15)
     found ^= found >> 32
     found *= signed(0xD6E8FEB86659FD93)
@@ -200,7 +200,7 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def unordered(columns: Sequence[Tensor]) -> int:
-    """Return the fingerprint of the rows of a table, whatever their order; its columns are int64 tensors."""
+    """Return a fingerprint of a table that does not depend on the order of its rows; its columns are int64 tensors."""
     with torch.no_grad():
         weights = weights_of(len(columns), columns[0].device).tolist()
         whole = mixed(sum((column * weight for column, weight in zip(columns, weights, strict=True)), columns[0] * 0))
@@ -229,7 +229,7 @@ def _storage_bytes(tensor: Tensor) -> int:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether a dense tensor has all of its memory: FSDP and others free it while the tensor stays."""
+    """Whether all memory of a dense tensor is allocated: FSDP and others free it while the tensor object stays."""
     if tensor.is_meta or _storage_bytes(tensor) < 0 or tensor.untyped_storage().device.type == "meta":
         return False
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -244,7 +244,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def integers_of(tensor: Tensor) -> Tensor:
-    """Return a plain tensor of the same bits, as integers if there are any of that size: those can always be copied."""
+    """Return a plain tensor of the same bits, as integers if a type has that size: those can always be copied."""
     with torch.no_grad(), as_plain():
         plain = tensor.detach() if type(tensor) in PLAIN else tensor.detach().as_subclass(Tensor)
         plain = plain.resolve_conj().resolve_neg()
@@ -341,17 +341,17 @@ CHUNK_WORDS = CHUNK_BYTES // 32  # a chunk needs its words, their products and t
 
 
 def signed(value: int) -> int:
-    """Return the signed integer of 64 bits that has these bits."""
+    """Return the signed 64-bit integer with the bits of an unsigned one."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def weights_of(count: int, device: torch.device) -> Tensor:
-    """Return odd weights of the positions 0 to `count`: consecutive integers, scrambled."""
+    """Return odd pseudorandom weights for `count` positions: consecutive integers, scrambled."""
     return mixed(torch.arange(1, count + 1, dtype=torch.int64, device=device)) | 1
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """View the elements as integers of at most 32 bits, in logical order.
+    """View a tensor's elements as integers of at most 32 bits, in logical order.
 
     Not of 64: the difference of two odd weights is even, so two values that differ in bit 63 only could change places
     unseen.

@@ -1,4 +1,4 @@
-"""Nested containers: the tensors in them, what they hold with its path, and containers like them with other values.
+"""Nested containers: their tensors, their items with paths, and copies of containers with other values.
 
 No code of a container's class runs, which may count, fetch or raise and is meant for the job; but for `mapped` with
 `kinds`, which makes containers of any class anew.
@@ -21,7 +21,7 @@ _KEYS = {str, int, bool, float, bytes, type(None)}
 
 
 def parts_of(value: Any) -> Sequence[tuple[str, Any]] | None:
-    """Return what a container holds, each with how its place is written; None where the value is no container.
+    """Return the items of a container, each with its place as written in code; None if the value is no container.
 
     Containers are dicts, lists, tuples, what inherits from them, dataclasses and model outputs.
     """
@@ -75,7 +75,7 @@ def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
 
 
 def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers, slices and plain objects (a distribution, an own class), six levels deep."""
+    """Yield the tensors in containers, slices and plain objects (a distribution, a user's class), six levels deep."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         yield value
@@ -90,7 +90,7 @@ def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is a plain container, which can be made anew from its items."""
+    """Whether a value is a plain container that can be rebuilt from its items."""
     kind = type(value)
     return kind in {dict, list, tuple} or (is_a(value, tuple) and hasattr(kind, "_make"))
 
@@ -109,7 +109,7 @@ def rebuilt(value: Any, values: list[Any]) -> Any:
 
 
 def mapped(value: Any, change: Callable[[Any], Any], *, kinds: bool = False, depth: int = 0) -> Any:
-    """Return a value with `change` applied to everything in its plain containers that is none itself.
+    """Return a value with `change` applied to every item of its plain containers that is no container.
 
     Args:
         kinds: go into slices and into what inherits from containers as well, and make the like with its own
@@ -142,18 +142,18 @@ def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def cloned(value: Any) -> Any:
-    """Return a value whose tensors are copies without a graph; leaves that ask for a gradient do so again."""
+    """Return a value with its tensors copied without a graph; copies of leaves keep `requires_grad`."""
     return mapped(value, lambda item: copy_of(item) if is_a(item, torch.Tensor) else item, kinds=True)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy without a graph; a leaf that asks for a gradient does so again."""
+    """Return a copy of a tensor without a graph; the copy of a leaf keeps `requires_grad`."""
     copy = tensor.detach().clone()
     return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Return (path, value) of everything in args and kwargs that is no container: `args[0]["mask"]`, `x[1]`.
+    """Return (path, value) of every item of args and kwargs that is no container: `args[0]["mask"]`, `x[1]`.
 
     A list, and not a generator: what a trace function raises is lost where that is given up halfway.
     """

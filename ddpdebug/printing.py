@@ -1,4 +1,4 @@
-"""What ddpdebug prints on standard error: in order with the script's lines, and never left in the stream's buffer.
+"""Printing on standard error: in order with the script's lines, and never left in the stream's buffer.
 
 What stays in the buffer of a stream that cannot be written, on a full disk for example, makes the interpreter exit with
 status 120.
@@ -17,13 +17,13 @@ _UNWRITABLE = (OSError, ValueError, AttributeError)  # ValueError: it is closed;
 
 
 def say(text: str) -> None:
-    """Print on standard error; where that cannot be written nothing happens."""
+    """Print a text on standard error; do nothing if that cannot be written."""
     with suppress(*_UNWRITABLE):
         write(sys.stderr, fresh_line(sys.stderr) + text)
 
 
 def write(stream: Any, text: str) -> None:
-    """Write a text to a stream, past its buffer where it is the interpreter's kind; raise what a write raises."""
+    """Write a text to a stream, past its buffer if it is an ordinary text stream; raise what a write raises."""
     if type(stream) is not io.TextIOWrapper or type(stream.buffer) not in {io.BufferedWriter, io.FileIO}:
         stream.write(text)
         stream.flush()
@@ -36,7 +36,7 @@ def write(stream: Any, text: str) -> None:
 
 
 def fresh_line(stream: Any) -> str:
-    """Return a newline where a stream that is no terminal stands in the middle of a line, else nothing.
+    """Return a newline if a stream that is no terminal stands in the middle of a line, else an empty text.
 
     tqdm ends none of its lines before its bar is full. What a file ends with can be read; of a pipe it is only known
     that a bar of this process is open.

@@ -64,12 +64,12 @@ _PLURALS = ("keys", "tokens", "secrets", "passwords", "credentials", "cookies", 
 
 
 def redact(words: Sequence[str]) -> list[str]:
-    """Return a command line with `***` for the values that look secret."""
+    """Return a command line with `***` in place of the values that look secret."""
     return Redactor(words).words
 
 
 class Redactor:
-    """A filter for texts: hides tokens by their shape, and the secrets of one command line wherever they are quoted.
+    """A filter for texts: replaces tokens by their shape, and the secrets of one command line wherever they are quoted.
 
     Args:
         command: the command line, as the process got it.
@@ -82,13 +82,13 @@ class Redactor:
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
     def text(self, text: str) -> str:
-        """Return a text without the secrets of the command line, and without what is a secret by its shape."""
+        """Return a text without the secrets of the command line, and without words that look like tokens."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         return _assigned(_shaped(text), strict=True) if _SUSPICIOUS.search(text) else text
 
     def value(self, value: Any) -> Any:
-        """Return a JSON value whose texts are all treated by `text`; the same object where nothing was hidden."""
+        """Return a JSON value with `text` applied to all of its texts; the same object if nothing was hidden."""
         if type(value) in _NO_TEXT:  # most of what is written are numbers
             return value
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""64-bit digests of tensors that do not depend on the sharding: those of all shards add up to that of the whole.
+"""64-bit tensor digests that do not depend on the sharding: those of all shards add up to that of the whole tensor.
 
 The digest of a tensor is the sum of `bits * weight` over its elements, modulo 2**64: the bits are those of the element
 as an integer (-0.0 is not 0.0, NaN payloads count), the weight is a pseudorandom number of 64 bits that depends on the
@@ -39,7 +39,7 @@ _SCATTERED = CHUNK_BYTES // 64
 
 
 def shard_digest(shard: Tensor, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
-    """Return the digest of a shard, as an int64 tensor without dimensions on its device: to be added, modulo 2**64.
+    """Return the digest of a shard, a zero-dimensional int64 tensor on its device; digests add up modulo 2**64.
 
     Args:
         shard: a dense tensor; its strides do not matter.
@@ -70,12 +70,12 @@ def shard_digest(shard: Tensor, offset: Sequence[int] | None = None, shape: Sequ
 
 
 def digest_number(digest: int) -> int:
-    """Return a signed number of 64 bits, or a sum of them, as the unsigned one that is the digest."""
+    """Return a digest as an unsigned 64-bit number, from a signed one or from a sum of them."""
     return digest & MASK
 
 
 def words_in(tensor: Tensor) -> Tensor:
-    """View the elements as integers of at most 32 bits; of larger ones the words stand in further dimensions."""
+    """View a tensor's elements as integers of at most 32 bits; larger elements get further dimensions."""
     found = integers_of(tensor)
     if found.is_floating_point():  # of complex numbers of 16 bytes
         found = found.view(torch.int64)

@@ -1,1 +1,1 @@
-"""States of models compared: checkpoints on a disk, and live ones, whatever their sharding."""
+"""Comparison of model states: checkpoints on a disk and live models, whatever their sharding."""

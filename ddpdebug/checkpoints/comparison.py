@@ -1,4 +1,4 @@
-"""Finds what is different between two states: names, shapes, dtypes, elements, and where else the same values are.
+"""Comparison of two states: names, shapes, dtypes, elements, and equal values under other names.
 
 Elements are compared bit by bit. States are read tensor by tensor, those that differ more than once.
 """
@@ -38,7 +38,7 @@ _LOWER = {torch.float32: (torch.bfloat16, torch.float16), torch.float64: (torch.
 
 
 def compare(a: State, b: State) -> StateComparison:
-    """Return what is different.
+    """Return the differences between two states.
 
     Raises:
         UsageError: one of them cannot be read to its end, or neither has an entry.

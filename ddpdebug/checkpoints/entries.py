@@ -1,4 +1,4 @@
-"""What a state consists of: named tensors, each in one or several pieces that are read when asked for, and values."""
+"""The entries of a state: named tensors, each in one or several pieces that are read on demand, and other values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor."""
+    """A rectangular part of a tensor."""
 
     offset: Place
     shape: Place
@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a state; pieces do not overlap, and of a live sharded tensor there are those of this rank only."""
+    """A tensor of a state, in pieces that do not overlap; of a live sharded tensor only this rank's pieces."""
 
     shape: Place
     dtype: torch.dtype
@@ -36,25 +36,25 @@ class TensorEntry:
 
     @property
     def count(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """The bytes that its elements take."""
+        """The size of all elements in bytes."""
         return self.count * self.dtype.itemsize
 
     @property
     def complete(self) -> bool:
-        """Whether all elements are here."""
+        """Whether the pieces hold all elements."""
         return sum(math.prod(piece.shape) for piece in self.pieces) >= self.count
 
     def digest(self) -> int:
-        """Return the sum of the digests of the pieces: the digest of the tensor, if they are complete."""
+        """Return the sum of the pieces' digests, which is the tensor's digest if the pieces are complete."""
         return digest_number(sum(int(shard_digest(p.read(), p.offset, self.shape)) for p in self.pieces))
 
     def element(self, place: Place) -> Tensor:
-        """Return one element, without dimensions, of a tensor that is complete."""
+        """Return one element of a complete tensor, as a tensor without dimensions."""
         for piece in self.pieces:
             inner = [i - first for i, first in zip(place, piece.offset, strict=True)]
             if all([0 <= i < n for i, n in zip(inner, piece.shape, strict=True)]):
@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """Anything that is no tensor: a learning rate, a step, a name; bytes where it could not be looked into."""
+    """An entry that is no tensor: a learning rate, a step, a name; bytes if it was not unpickled."""
 
     read: Callable[[], Any]
 
@@ -82,7 +82,7 @@ class State:
 
 
 def whole(tensor: Tensor) -> TensorEntry:
-    """Return the entry of a tensor that is here as one piece."""
+    """Return the entry of a tensor in memory, as one piece."""
     return TensorEntry(
         tuple(tensor.shape), tensor.dtype, (Piece((0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor),)
     )
@@ -120,7 +120,7 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 def overlaps(a: TensorEntry, b: TensorEntry) -> Iterator[tuple[Place, Tensor, Tensor]]:
-    """Yield what both entries of one shape have: the place of its first element in the whole, and both tensors.
+    """Yield the overlaps of two entries of one shape: the position of the first element in the whole, and both tensors.
 
     One piece of each side is in memory at a time.
     """
@@ -149,7 +149,7 @@ def _cut(tensor: Tensor, piece: Piece, first: Place, size: Sequence[int]) -> Ten
 
 
 def blocks(first: Place, a: Tensor, b: Tensor, most: int) -> Iterator[tuple[Place, Tensor, Tensor]]:
-    """Yield parts of at most so many elements of two tensors of one shape, each with the place of its first element."""
+    """Yield parts of at most `most` elements of two equally shaped tensors, each with its first element's position."""
     if a.numel() <= most:
         yield first, a, b
         return

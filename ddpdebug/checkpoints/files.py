@@ -1,4 +1,4 @@
-"""Opens a checkpoint, whoever wrote it: `torch.distributed.checkpoint`, safetensors, `torch.save`."""
+"""Opens checkpoints of `torch.distributed.checkpoint`, safetensors and `torch.save`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WANTED = "give a directory of torch.distributed.checkpoint, a safetensors file 
 
 
 def open_state(path: Path, *, trust: bool = False) -> State:
-    """Return the state in a file or directory; tensors are read when they are asked for.
+    """Return the state in a file or directory; its tensors are read on demand.
 
     Args:
         trust: unpickle what is more than tensors and plain values, which may run any code.

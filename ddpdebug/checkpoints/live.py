@@ -22,7 +22,7 @@ from ddpdebug.shard_digest import digest_number, shard_digest
 
 
 def digests_of(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Return a digest of 64 bits of each tensor, by name: the same however the tensor is sharded, and on any device.
+    """Return a 64-bit digest of each tensor, by name: the same for every sharding and on every device.
 
     ```python
     digests = ddpdebug.digests_of(model.named_parameters())
@@ -66,7 +66,7 @@ def digests_of(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 
 def compare_states(a: Any, b: Any, *, trust: bool = False) -> StateComparison:
-    """Return what is different between two states, each live or a checkpoint: `str()` of it says so in words.
+    """Return the differences between two states, each live or a checkpoint; `str()` of the result is readable text.
 
     ```python
     found = ddpdebug.compare_states(model.state_dict(), "step-100/model.safetensors")

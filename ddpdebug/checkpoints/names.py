@@ -1,4 +1,4 @@
-"""Which entries of two states belong together by name, though wrappers have lengthened some. Torch-free."""
+"""Matching of the entry names of two states, though wrappers have lengthened some. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A part of the names of one side that the other's do not have."""
+    """A part of one side's names that the other side's names do not have."""
 
     side: str  # "a" or "b"
     part: str  # with its dot
@@ -21,7 +21,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Names that belong together, those that are on one side only, and what was left out of names for that."""
+    """Matched names, names of one side only, and the parts of names that were ignored for matching."""
 
     pairs: Mapping[str, str]
     only_a: tuple[str, ...]
@@ -30,7 +30,7 @@ class Pairing:
 
 
 def pair(a: Collection[str], b: Collection[str], *, prefixes: bool) -> Pairing:
-    """Return what belongs together: equal names, then equal ones without wrappers, then those under one prefix.
+    """Match the names of two states: equal names, then equal ones without wrappers, then those under one prefix.
 
     Args:
         prefixes: whether one side may have all its names under a prefix of its own, `model.` for example.

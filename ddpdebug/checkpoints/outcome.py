@@ -1,4 +1,4 @@
-"""What comparing two states has shown: as objects, as JSON, and in words. Torch-free."""
+"""The result of a comparison of two states: as objects, as JSON, and as text. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AVERAGE = re.compile(r"ema|averag|shadow|swa", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What was compared: a path or `live`, what wrote it, how much it holds."""
+    """One of the compared states: its path or `live`, its format, its size."""
 
     where: str
     kind: str
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One entry that is not the same on both sides; what does not apply is None.
+    """One entry that differs between the two sides; fields that do not apply are None.
 
     `kind` is `only in A`, `only in B`, `kind` (a tensor on one side only), `shape`, `dtype`, `elements` or `value` (of
     what is no tensor). With `dtype`, elements are compared after those of the wider dtype were rounded to the other.
@@ -67,19 +67,19 @@ class Difference:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """What to sort by, the worst first."""
+        """The sort key, the worst difference first."""
         kind = ELEMENTS if self.differing else self.kind
         return _ORDER.index(kind), -float("inf") if self.nonfinite else -(self.distance or 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known."""
+        """Return the fields that are known."""
         found = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateComparison:
-    """What comparing two states has shown: `equal`, or `differences`, the worst first. `str()` says it in words."""
+    """The result of a comparison: `equal`, or `differences`, the worst first. `str()` returns readable text."""
 
     a: Side
     b: Side
@@ -92,16 +92,16 @@ class StateComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same entries, bit by bit; what wrappers put into names does not count."""
+        """Whether both states have the same entries, bit by bit; parts of names that wrappers add do not count."""
         return not self.differences
 
     @property
     def remarks(self) -> list[str]:
-        """What many differences have in common, in words."""
+        """Remarks on patterns that many differences share."""
         return [remark for part in _REMARKS for remark in part(self)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the whole comparison."""
         return {
             "equal": self.equal,
             **{
@@ -116,7 +116,7 @@ class StateComparison:
         }
 
     def text(self, most: int = 20) -> str:
-        """Return it in words, with at most so many lines about single entries."""
+        """Return the comparison as text, with at most `most` lines about single entries."""
         rows = list(_rows(self))
         width = min(max([len(name) for _, name, _ in rows[:most]], default=0), 48)
         found = [

@@ -92,7 +92,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_sharded(directory: Path, *, trust: bool) -> State:
-    """Return the state in a directory; chunks are read when they are asked for.
+    """Return the state in a directory; its chunks are read on demand.
 
     Raises:
         UsageError: the directory cannot be read, holds what only unpickling would make, or is not complete.

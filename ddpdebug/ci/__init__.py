@@ -1,1 +1,1 @@
-"""The verdict of a check and what CI jobs are given: JUnit, annotations, golden runs, equivalence."""
+"""The verdict of a check, and outputs for CI jobs: JUnit, annotations, golden runs, equivalence."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Checked(NamedTuple):
-    """What a check came to."""
+    """The result of a check: exit code, verdict and findings."""
 
     code: int  # its exit status
     verdict: str  # its word; empty where it has written none
@@ -26,7 +26,7 @@ def checked(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Checked:
-    """Check a script; the run directory and the verdict lie in `folder`, which is there.
+    """Check a script, with run directory and verdict in the existing directory `folder`.
 
     Args:
         words: after `ddpdebug check`.

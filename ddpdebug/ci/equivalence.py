@@ -61,7 +61,7 @@ _MAX_SUMMED = 16
 
 @dataclass(slots=True)
 class Trajectory:
-    """What one run leaves behind: parameters at the start, outputs in the first step, and what each step did."""
+    """The record of one run: initial parameters, outputs of the first step, and gradients and updates of each step."""
 
     start: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # in the order in which the modules are done
@@ -72,7 +72,7 @@ class Trajectory:
     mesh: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension -> coordinate and size
 
     def tables(self) -> Iterator[tuple[int, str, dict[str, Tensor]]]:
-        """Return what is compared, each with its step and what it is."""
+        """Yield the tables to compare, each with its step and its kind."""
         yield 0, "initial parameter", self.start
         for step, tables in enumerate(zip(self.gradients, self.updates, strict=True)):
             yield from ((step, what, table) for what, table in zip(("gradient", "update"), tables, strict=True))
@@ -80,7 +80,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to run."""
+    """The settings of the runs: steps, device, precision, mesh."""
 
     steps: int
     device: torch.device
@@ -93,13 +93,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """What one process does, and how far rounding moves it."""
+    """The single-process run, and runs that show how far rounding moves it."""
 
     run: Trajectory
     nudged: tuple[Trajectory, ...]
 
     def limits(self) -> Iterator[tuple[int, str, dict[str, Tensor], dict[str, float], float]]:
-        """Return its tables, each with the limit by name and the largest element."""
+        """Yield the single-process tables, each with the limit of each tensor and the largest element."""
         unit = torch.finfo(self.run.coarsest).eps
         own = max(torch.finfo(t.dtype).eps * float(t.abs().max()) for t in self.run.start.values() if t.numel())
         for (step, what, table), *others in zip(*(run.tables() for run in (self.run, *self.nudged)), strict=True):
@@ -170,7 +170,7 @@ def measure(
 
 
 def measure_job(build: Build, *, steps: int, device: torch.device, mesh: Mapping[str, int] | None) -> list[Finding]:
-    """Form the group of a job whose ranks a launcher has started, and judge what all of them measure."""
+    """Initialise the process group of a launched job, and judge the measurements of all ranks."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     facts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(facts, measure(build, steps=steps, device=device, mesh=mesh))
@@ -510,7 +510,7 @@ def _first_output(one: One, many: Trajectory, renamed: Iterable[str]) -> tuple[i
 
 
 def judge(facts: Mapping[int, Equivalence]) -> list[Finding]:
-    """Return SYNC209 if the facts of the ranks say so."""
+    """Return a SYNC209 finding if the ranks' measurements differ from the single-process run."""
     from ddpdebug.detectors.sync.sync209_not_equivalent import NotEquivalent  # noqa: PLC0415 - one rule, not the package
 
     return list(NotEquivalent().compare("equivalence", facts))

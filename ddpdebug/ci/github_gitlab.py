@@ -1,4 +1,4 @@
-"""A verdict in the words of CI services: a Markdown summary, GitHub annotations, GitLab code quality. Torch-free.
+"""Verdicts in the formats of CI services: Markdown summary, GitHub annotations, GitLab code quality. Torch-free.
 
 Builds text, writes nothing. Names and messages come from the job, so each format's own escaping is applied to all of
 them: a parameter that is called like a workflow command stays a name.
@@ -35,7 +35,7 @@ _GITLAB_SEVERITY = {
 
 
 def to_markdown(verdict: Verdict, run: str | None) -> str:
-    """Return a summary: the verdict, a table of findings, what each rank did, the findings in full."""
+    """Return a summary: the verdict, a table of findings, the end of each rank, the findings in full."""
     fine = "⚠️" if verdict.word is Word.UNCHECKED else "✅"
     sign = fine if verdict.exit_code == 0 else "❌"
     counts = f"{counted(len(verdict.failing), 'finding')} at or above the threshold, {len(verdict.others)} below it"
@@ -82,7 +82,7 @@ def to_github(verdict: Verdict, root: str | None = None) -> list[str]:
 
 
 def to_codequality(verdict: Verdict, script: str, root: str | None = None) -> str:
-    """Return GitLab's code quality report; a finding without a line of the user's code stands at the script's first."""
+    """Return GitLab's code quality report; a finding without a line of the user's code is put at the script's first."""
     entries: list[dict[str, Any]] = []
     for finding in (*verdict.failing, *verdict.others):
         file, line = located(finding, root)
@@ -116,7 +116,7 @@ def _blamed(verdict: Verdict) -> str:
 
 
 def fingerprint(finding: Finding, root: str | None) -> str:
-    """Name the finding as the next commit will find it again: not by step, which moves."""
+    """Return an identity of the finding that stays the same in the next commit: without the step, which moves."""
     file, line = located(finding, root)
     place = f"{file}:{line}" if file else finding.location or ""
     parts = (finding.code, finding.subject[0] if finding.subject else "", place)
@@ -124,13 +124,13 @@ def fingerprint(finding: Finding, root: str | None) -> str:
 
 
 def located(finding: Finding, root: str | None) -> tuple[str, int]:
-    """Return the file, from the checkout's folder where it is in there, and the line; an empty name where unknown."""
+    """Return a finding's file, relative to the checkout if it lies there, and its line; an empty file if unknown."""
     found = _LOCATION.fullmatch(clean(finding.location or ""))
     return (relative(found["file"], root), max(1, int(found["line"]))) if found else ("", 0)
 
 
 def relative(file: str, root: str | None) -> str:
-    """Return the path from the checkout's folder, where it is in there."""
+    """Return a path relative to the checkout's folder if it lies there."""
     path = PurePosixPath(os.path.normpath(file)) if file else PurePosixPath()
     if root and path.is_absolute() and path.is_relative_to(root):
         path = path.relative_to(root)

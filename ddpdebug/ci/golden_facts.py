@@ -1,4 +1,4 @@
-"""A run held to the facts of a good one: `check --golden` with a run directory or a file of facts. Torch-free."""
+"""Comparison of a run with the facts of a good one, a run directory or a file (`check --golden`). Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOLD = 50
 
 
 def hold_to(golden: Facts, directory: Path, disk: Disk) -> str:
-    """Compare a run that has ended with the facts of a good one, and add what differs to its findings.
+    """Compare a run that has ended with the facts of a good one, and add the differences to its findings.
 
     Returns:
         What a reader of the verdict should know of the comparison.
@@ -42,7 +42,7 @@ def hold_to(golden: Facts, directory: Path, disk: Disk) -> str:
 
 
 def finding_of(found: list[Difference], run: str) -> Finding:
-    """Return the finding of some differences, named by the first of them."""
+    """Return the finding for a list of differences, titled by the first of them."""
     first, page = found[0], planned()[CODE]
     return Finding(
         code=CODE,

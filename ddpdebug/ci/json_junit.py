@@ -97,7 +97,7 @@ def _family_case(case: ET.Element, properties: ET.Element, verdict: Verdict, nam
 
 
 def describe(finding: Finding) -> str:
-    """Return a finding as plain lines: what, where, evidence, causes, what to do."""
+    """Return a finding as plain lines: title, place, evidence, causes, remedy."""
     lines = [f"{finding.code} {finding.severity.label}: {clean(finding.title)}"]
     for label, words in parts(finding):
         lines += [f"{label}: {line}" for line in words]
@@ -132,7 +132,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def family(finding: Finding) -> str:
-    """Return the letters of a finding's code."""
+    """Return the family of a finding: the letters of its code."""
     return finding.code.rstrip("0123456789")
 
 
@@ -140,12 +140,12 @@ def family(finding: Finding) -> str:
 
 
 def xml_text(text: str) -> str:
-    """Return the text without the characters that XML does not allow."""
+    """Return a text with `?` in place of characters that XML does not allow."""
     return _NOT_XML.sub("?", text)
 
 
 def new_case(name: str) -> ET.Element:
-    """Return a test case that passed."""
+    """Return a test case of JUnit that passed."""
     return ET.Element("testcase", classname="ddpdebug", name=xml_text(name), time="0")
 
 
@@ -157,7 +157,7 @@ def add_property(element: ET.Element, name: str, value: str) -> None:
 def add_suite(
     root: ET.Element, name: str, time: str, properties: ET.Element, cases: Sequence[ET.Element], output: str
 ) -> None:
-    """Add a suite with its cases; the counts are taken from them."""
+    """Add a test suite with its cases; its counts are computed from them."""
     suite = ET.SubElement(root, "testsuite", id=str(len(root)), name=xml_text(name), package="ddpdebug")
     suite.attrib.update(hostname="localhost", timestamp=time, time="0", tests=str(len(cases)))
     for count, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
@@ -168,6 +168,6 @@ def add_suite(
 
 
 def document(root: ET.Element) -> str:
-    """Return the file's text."""
+    """Return the text of the XML file."""
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

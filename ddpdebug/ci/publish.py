@@ -1,4 +1,4 @@
-"""A run directory judged, and its verdict published: files, CI services, terminal. Shared by `check` and `verdict`."""
+"""Judging a run directory and publishing the verdict: files, CI services, terminal. For `check` and `verdict`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Witness:
 
     @classmethod
     def of(cls, directory: Path) -> Witness | None:
-        """Read a run directory's account; None where there is none, or it is no account."""
+        """Read the launcher's account from a run directory; None if there is none or it is malformed."""
         record = read_check(directory)
         if record is None:
             return None
@@ -83,7 +83,7 @@ class Witness:
             return None
 
     def save(self, directory: Path, disk: Disk) -> None:
-        """Keep the account for `ddpdebug verdict`; a directory that does not take it is no reason to fail."""
+        """Write the account for `ddpdebug verdict`; if the directory cannot be written, only print that."""
         try:
             disk.replace(directory / CHECK, [json.dumps(asdict(self)).encode() + b"\n"])
         except OSError as error:
@@ -91,7 +91,7 @@ class Witness:
 
 
 def judge_directory(directory: Path, witness: Witness | None, fail_on: str, *, require_checks: bool = False) -> Verdict:
-    """Judge by what the ranks left in a directory and by what was seen of them from outside.
+    """Judge a run by the files of its ranks and by the launcher's account.
 
     Raises:
         ValueError: nothing says which run this is, or how many ranks it had.
@@ -137,20 +137,20 @@ def _lost(directory: Path, known: str | None, witness: Witness | None) -> list[s
 
 
 def with_ignored(verdict: Verdict, directory: Path | None) -> Verdict:
-    """Return the verdict with what `ignore` has kept silent in a run."""
+    """Return the verdict with the findings that `ignore` suppressed in a run."""
     ignored = {} if directory is None else read_ignored(directory)
     return replace(verdict, ignored=ignored, notes=(*verdict.notes, *ignored_texts(ignored)))
 
 
 def findings_of(directory: Path, run: str | None) -> list[Finding]:
-    """Return the findings of a run; of a script that has started ranks several times, those of each time."""
+    """Return the findings of a run; if a script started ranks several times, those of all starts."""
     earlier = [path for path in (directory / SPAWNED, *sorted(directory.glob(PREVIOUS))) if path.is_dir()]
     found = [finding for path in earlier if run and read_spawned(path, run) for finding in read_findings(path)]
     return [*found, *read_findings(directory)]
 
 
 def covered(directory: Path, world: int) -> Coverage | None:
-    """Return what a run looked at: its own record, or what its rows say where it could not complete that."""
+    """Return the coverage of a run: its own record, or a count over its rows if that record is incomplete."""
     try:
         known = Coverage.from_json(read_run(directory).get("coverage"))
         if known is not None and known.ended:
@@ -165,7 +165,7 @@ def covered(directory: Path, world: int) -> Coverage | None:
 
 
 def run_of(directory: Path) -> str | None:
-    """Return the identity of the run whose files lie in a directory; DamagedError where no run wrote them."""
+    """Return the id of the run whose files lie in a directory; DamagedError if they cannot be those of a run."""
     try:
         return str(read_run(directory)["run"])
     except DamagedError:
@@ -175,7 +175,7 @@ def run_of(directory: Path) -> str | None:
 
 
 def reported(directory: Path) -> dict[int, Outcome]:
-    """Return how the ranks ended by their own account: from their files, else from what they announced to rank 0."""
+    """Return the outcome of each rank by its own account: from its file, else from its announcement to rank 0."""
     try:
         records = read_outcomes(directory)
         ends = read_ends(directory)
@@ -208,7 +208,7 @@ def publish(
     *,
     stream: TextIO | None = None,
 ) -> int:
-    """Write the files that were asked for, annotate where a CI service listens, print; return the exit code.
+    """Write the requested files, annotate on CI services, print the verdict; return the exit code.
 
     It prints to `stream`, which is standard error where a script has printed beside it.
 

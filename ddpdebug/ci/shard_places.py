@@ -1,4 +1,4 @@
-"""Finds which part of one process's tensors a rank holds, where nothing but the values says it.
+"""Finds which part of the single-process tensors a rank holds, if only the values show it.
 
 A DTensor is put together by its placements. A plain parameter may be a part as well: a rank's own experts, a row of a
 hand-written layer, a layer of a pipeline's stage under another number. At the start its values are some of those that
@@ -17,19 +17,19 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """A block of a tensor of one process."""
+    """A block of a tensor of the single process."""
 
     name: str
     offset: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return that block."""
+        """Return this block of a whole tensor."""
         return whole[tuple(slice(at, at + n) for at, n in zip(self.offset, self.shape, strict=True))]
 
 
 def places_in(whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Place]:
-    """Return, of each tensor of a rank, the part of one process's tensors that it is at the start.
+    """Return, for each tensor of a rank, the block of the single-process tensors whose initial values are equal.
 
     Where nothing is equal to it, that is what has its name and shape; else the name is left out.
     """
@@ -84,7 +84,7 @@ def _blocks(name: str, whole: Tensor, part: Tensor) -> Iterator[Place]:
 
 
 def is_block_of(part: Tensor, whole: Tensor, limit: float) -> bool | None:
-    """Return whether a tensor is a block of another within a limit, or rows in another order; None: it cannot be."""
+    """Whether a tensor is, within a limit, a block of another or its rows reordered; None if shapes exclude it."""
     apart = [i for i, (n, most) in enumerate(zip(part.shape, whole.shape, strict=False)) if n != most]
     blocks = [*_blocks("", whole, part)]
     if not blocks:

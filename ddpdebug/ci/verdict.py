@@ -1,4 +1,4 @@
-"""The verdict of a check: from findings and the ranks' ends to one word and one exit code. Pure and torch-free."""
+"""The verdict of a check: one word and one exit code from findings and ranks' outcomes. Pure and torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpdebug.sinks.text import clean, ranks_text, signal_name
 
 
 class Word(Enum):
-    """What came of a check; the value is its name in files."""
+    """The result of a check in one word; the value is its name in files."""
 
     CLEAN = "clean"
     UNCHECKED = "not checked"
@@ -30,13 +30,13 @@ class Word(Enum):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command (2 is wrong usage)."""
+        """The exit code of the command (2 is reserved for wrong usage)."""
         return {Word.CLEAN: 0, Word.UNCHECKED: 0, Word.FINDINGS: 1, Word.FAILED: 3}.get(self, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rank ended, by its own account (`ranks/<rank>/outcome.json`)."""
+    """The end of a rank by its own account (`ranks/<rank>/outcome.json`)."""
 
     rank: int
     reason: str
@@ -45,12 +45,12 @@ class Outcome:
 
     @property
     def ended(self) -> Ended:
-        """What the reason says."""
+        """The parsed reason."""
         return parse_end(self.reason)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Outcome:
-        """Read an outcome file; raise ValueError or KeyError on anything else."""
+        """Parse an outcome file; raise ValueError or KeyError if it is malformed."""
         steps = {str(key): int(value) for key, value in dict(record.get("steps") or {}).items()}
         code = record.get("exit_code")
         return cls(
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The answer of a check.
+    """The result of a check: one word, findings and the ranks' outcomes.
 
     Args:
         word: the worst that happened.
@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """What the hang was, in words: who waits, in which call and line, who is missing, and what that one does.
+        """The hang in words: waiting ranks, their call and line, missing ranks, and their activity.
 
         A rank that has failed is told of by its own account.
         """
@@ -120,7 +120,7 @@ class Verdict:
         return tuple(lines[:_MAX_STORY])
 
     def ends(self, ranks: Iterable[int]) -> dict[str, str]:
-        """Return how these ranks ended, those together that ended in the same words: `ranks 0-3` -> the words."""
+        """Return the outcomes of ranks, grouped by equal text: `ranks 0-3` -> text."""
         alike: dict[str, list[int]] = {}
         for rank in ranks:
             alike.setdefault(self.ranks[rank], []).append(rank)
@@ -133,7 +133,7 @@ class Verdict:
 
     @property
     def fails_unchecked(self) -> bool:
-        """Whether what was not checked fails the check.
+        """Whether missing checks fail the run.
 
         It does where that is required, where nothing says that a step was seen, and where there was nothing to compare
         with.
@@ -148,7 +148,7 @@ class Verdict:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """What was not checked, in words; nothing where a rank did not come to its end, which says more."""
+        """The checks that were not made, in words; empty if a rank failed, hung or was lost, which weighs more."""
         if self.word in {Word.FAILED, Word.HANG, Word.LOST}:
             return ()
         words = [_ALONE] if self.alone else []
@@ -160,7 +160,7 @@ class Verdict:
 
     @property
     def title(self) -> str:
-        """The verdict for a person's eye."""
+        """The verdict as a readable title."""
         return "no findings, but not checked" if self.word is Word.UNCHECKED else self.word.value
 
 
@@ -311,7 +311,7 @@ def _in_hang(rank: int, outcome: Outcome | None, known: Parties | None) -> str:
 def with_coverage(
     verdict: Verdict, coverage: Coverage | None, *, required: bool = False, ranks: int | None = None
 ) -> Verdict:
-    """Return the verdict in view of what the run looked at: nothing is clean that nobody has checked.
+    """Return the verdict with the run's coverage: a run that nobody checked is not clean.
 
     Args:
         coverage: None where nothing tells.

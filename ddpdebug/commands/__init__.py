@@ -1,4 +1,4 @@
-"""The command line: one file for each command.
+"""The command line: one file per command.
 
 What runs a script in this process loads next to nothing before the script does: the line is read in a fork of it.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; what a user's script raises passes through."""
+    """Run one command and return its exit code; exceptions of a user's script pass through."""
     words = list(sys.argv[1:] if argv is None else argv)
     outcome = _read_aside(words) if _becomes_script(words) and "click" not in sys.modules else _read(words)
     if isinstance(outcome, int):

@@ -1,4 +1,4 @@
-"""The command line as click reads it. Loads click, never torch or rich."""
+"""The command line as click parses it. Loads click, never torch or rich."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Commands(click.Group):
 
 
 def carry_out(words: Sequence[str]) -> int | Plan:
-    """Run one command and return its exit code, or how a script is to be run in this process."""
+    """Run one command and return its exit code, or the plan for a script that is to run in this process."""
     try:
         action = _parse(list(words) or ["--help"])
     except (click.ClickException, UsageError) as error:

@@ -1,4 +1,4 @@
-"""The verdict of a rank of `ddpdebug check` that torchrun or srun has started: nobody else is there to judge."""
+"""The verdict of a rank of `ddpdebug check` that torchrun or srun started: no parent process of ours judges there."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PUBLISHING_SECONDS = 1.0
 
 
 class Ending(Protocol):
-    """What a rank knows of its own end; the reason is None while the script runs."""
+    """The end of this rank's script, as the rank knows it; the reason is None while the script runs."""
 
     @property
     def monitor(self) -> object:
-        """What was attached."""
+        """The monitor that was attached."""
 
     @property
     def reason(self) -> str | None:
@@ -44,13 +44,13 @@ class Ending(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """With what it has ended."""
+        """The exit code of the script."""
 
 
 def conclude(
     ending: Ending, request: Request, rank: int, *, timed_out: bool = False, hang: Finding | None = None
 ) -> int:
-    """Judge by what this rank knows, see to it that one rank publishes a verdict, and return the exit code."""
+    """Judge the run as this rank knows it, have one rank publish the verdict, and return the exit code."""
     config, world = request.config, int(os.environ["WORLD_SIZE"])
     findings: list[Finding] = list(getattr(ending.monitor, "findings", ()))
     if hang is not None and name_of(hang) not in map(name_of, filter(is_hang, findings)):

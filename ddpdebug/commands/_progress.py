@@ -1,4 +1,4 @@
-"""A line on a terminal that says what takes so long. Torch-free."""
+"""A progress line on a terminal for work that takes long. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 @contextmanager
 def progress(words: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, while this lasts, what is being done and for how long; nothing where there is no terminal.
+    """Show a text and the time passed on a terminal while the context lasts; show nothing if there is no terminal.
 
     What is yielded takes other words.
     """

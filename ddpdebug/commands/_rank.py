@@ -1,4 +1,4 @@
-"""The process that becomes the script, for `run` and in a rank of `check`: what of ours happens before and after it.
+"""The process that becomes the script, for `run` and in a rank of `check`: what ddpdebug does before and after it.
 
 Before the script's first line next to nothing is loaded here, and nothing is put in place but an entry of
 `sys.meta_path`. Once the script has loaded torch, ddpdebug attaches.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ddpdebug.schema.finding import Finding
 
     class Plan(TypedDict, total=False):
-        """What a line of `run`, or of `check` in a rank, comes to: plain values, which one process gives another."""
+        """A parsed `run` line, or `check` line in a rank, as plain values that one process can send to another."""
 
         line: list[str]  # to execute in the place of this process
         environ: dict[str, str]
@@ -61,12 +61,12 @@ def planned(request: Request, mode: str) -> Plan:
 
 
 def launcher(line: list[str], environ: Mapping[str, str]) -> Plan:
-    """Return the plan to become a launcher: signals and the exit status then need no forwarding."""
+    """Return the plan to replace this process by a launcher: signals and the exit status then need no forwarding."""
     return {"line": line, "environ": dict(environ)}
 
 
 def carry_out(plan: Plan) -> int:
-    """Run the script in this process, or become its launcher."""
+    """Run the script in this process, or replace the process by a launcher."""
     if "line" in plan:
         os.execve(sys.executable, plan["line"], plan["environ"])  # noqa: S606 - no shell on purpose
     rank = Rank(plan)
@@ -84,7 +84,7 @@ def carry_out(plan: Plan) -> int:
 
 
 class Rank:
-    """This process as a rank: attached to while the script runs, concluded after its exit handlers."""
+    """This process as a rank: attached while the script runs, concluded after its exit handlers."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self.mode = plan, plan["mode"]
@@ -98,14 +98,14 @@ class Rank:
 
     @property
     def request(self) -> Request:
-        """The line, with all of its settings; to be read within `OwnImports`."""
+        """The parsed command line with all of its settings; to be read within `OwnImports`."""
         import pickle  # noqa: PLC0415 - not before the script has loaded torch
 
         request: Request = pickle.loads(self._plan["request"])  # noqa: S301 - made by `planned`
         return request
 
     def before(self) -> Rank:
-        """Wait for torch."""
+        """Start to wait for the script's import of torch."""
         if self.mode == CHECK:
             self._in_time.acquire()
             Thread("ddpdebug-end", self._await_end)
@@ -117,7 +117,7 @@ class Rank:
             self.attach()
 
     def attach(self) -> None:
-        """Watch this process. A failure of ours must not keep the script from running, except under `check`."""
+        """Attach to this process. A failure of ddpdebug must not keep the script from running, except under `check`."""
         self._is_cut = True
         try:
             from ddpdebug.isolation.own_imports import OwnImports  # noqa: PLC0415 - torch is loaded now
@@ -164,7 +164,7 @@ class Rank:
     # --- the end of a check -------------------------------------------------------------------------------------------
 
     def conclude(self) -> int | None:
-        """Return the exit status of the verdict; None where that of the script stays, for somebody else judges.
+        """Return the exit status of the verdict; None to keep the script's, because another process judges.
 
         Where ranks have ended that the script has started by itself, that is written down.
         """

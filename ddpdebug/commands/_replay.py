@@ -1,4 +1,4 @@
-"""Runs `ddpdebug replay` once its line is right: makes the model, replays the bundle, prints what was found.
+"""Execution of `ddpdebug replay` after its line was checked: makes the model, replays the bundle, prints the result.
 
 Loads torch. Everything that is printed of the bundle or the model is escaped.
 """

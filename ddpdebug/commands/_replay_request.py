@@ -1,4 +1,4 @@
-"""The checked line of `ddpdebug replay`, without torch: `replay` makes it, and only then loads `_replay`."""
+"""The checked line of `ddpdebug replay`, without torch: `replay` makes it, and loads `_replay` only afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A command line that is right."""
+    """A checked command line of `ddpdebug replay`."""
 
     bundle: Path
     model: str | None

@@ -1,4 +1,4 @@
-"""What commands have in common: options of `Config`, the script at the end of the line, factories; all are checked."""
+"""Shared parts of commands: options of `Config`, the script at the end of the line, factories; all are checked."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class TargetCommand(click.Command):
     """A command whose line ends in `script.py [args]` or `-m module [args]`; its own options come before that."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give click our part of the line and keep the script's part as it is."""
+        """Parse ddpdebug's part of the line and keep the script's part as it is."""
         switches = {name for p in self.params for name in (*p.opts, *p.secondary_opts) if getattr(p, "is_flag", False)}
         end = _own_part(args, switches | set(ctx.help_option_names))
         ctx.obj = args[end:]
         return super().parse_args(ctx, args[:end])
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """Return the words after the command's name in its usage line."""
+        """Return the words of the usage line after the command's name."""
         return ["[OPTIONS]", "{SCRIPT | -m MODULE} [ARGS]..."]
 
 
 def target_command(name: str, act: Callable[..., int | Plan], text: str, *extra: click.Option) -> TargetCommand:
-    """Return the command `name`, with the options that `Config` has for it, that calls `act` with the request."""
+    """Return the command `name` with its options of `Config`; it calls `act` with the request."""
 
     @click.pass_context
     def callback(ctx: click.Context, /, **values: Any) -> Callable[[], int | Plan]:
@@ -53,7 +53,7 @@ def target_command(name: str, act: Callable[..., int | Plan], text: str, *extra:
 
 
 def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Request:
-    """Check everything that can be wrong before torch is loaded or a rank started; raise UsageError."""
+    """Check a command line before torch is loaded or a rank started, and return its request; raise UsageError."""
     config = Config.load(given, os.environ, Path.cwd(), flags=True, command=command)
     target = target_of(words, command)
     target.check()
@@ -71,7 +71,7 @@ def prepare(given: Mapping[str, Any], words: Sequence[str], command: str) -> Req
 
 
 def check_outputs(config: Config) -> None:
-    """Raise UsageError for a file of the verdict that cannot be written."""
+    """Raise UsageError if a verdict file cannot be written."""
     for name in ("junit", "json", "markdown", "codequality"):
         file = getattr(config, name)
         if file is not None:
@@ -92,7 +92,7 @@ def _own_part(args: Sequence[str], switches: set[str]) -> int:
 
 
 def target_of(words: Sequence[str], command: str) -> Target:
-    """Return the script or module at the end of a line; raise TargetError where there is none."""
+    """Return the script or module at the end of a line; raise TargetError if there is none."""
     words = words[1:] if words[:1] == ["--"] else words
     usage = f"usage: ddpdebug {command} [options] script.py [args], or -m package.module [args]"
     if not words:
@@ -131,7 +131,7 @@ def _check_file(file: Path, flag: str) -> None:
 
 
 def plain_console(limit: int) -> Any:
-    """Return a `rich.console.Console` for standard output, at most `limit` columns wide, that reads no markup."""
+    """Return a `rich.console.Console` for standard output, at most `limit` columns wide, without markup."""
     from rich.console import Console  # noqa: PLC0415 - not before it is needed
 
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else limit
@@ -139,7 +139,7 @@ def plain_console(limit: int) -> Any:
 
 
 def split_factory(factory: str) -> tuple[str, str]:
-    """Return the file or module and the name in it; raise UsageError before anything is started."""
+    """Return the file or module of a factory and its name there; raise UsageError before anything is started."""
     path, colon, name = factory.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise UsageError(f"{factory!r} names no factory; write package.module:build or file.py:build")
@@ -149,7 +149,7 @@ def split_factory(factory: str) -> tuple[str, str]:
 
 
 def load_factory(path: str, name: str) -> Callable[..., Any]:
-    """Return the function of a file or module; what the user's code raises passes through.
+    """Import the function of a file or module; exceptions of the user's code pass through.
 
     Raises:
         UsageError: there is no such module or function.

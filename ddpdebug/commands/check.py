@@ -85,7 +85,7 @@ def _verdict(request: Request, directory: Path, run_id: str, golden: Facts | Non
 
 
 def run_ranks(request: Request, directory: Path, run_id: str) -> Witness:
-    """Start the ranks, wait for their end at most as long as `--timeout` says, and return what was seen of them."""
+    """Start the ranks, wait at most `--timeout` seconds for their end, and return the record of it."""
     config = request.config
     world, found = config.nproc_per_node or 1, dict[int, str]()
     with tempfile.TemporaryDirectory(prefix="ddpdebug-") as scratch:
@@ -134,7 +134,7 @@ def run_ranks(request: Request, directory: Path, run_id: str) -> Witness:
 
 
 class HangWatch:
-    """Reads along in the run directory whether a hang stands: then the run comes to nothing, and need not wait."""
+    """Reads the run directory for hangs: a hang that persists decides the run, which then need not go on."""
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self._directories, self._run = (directory, directory / SPAWNED), run_id
@@ -142,7 +142,7 @@ class HangWatch:
         self.stands = False
 
     def look(self) -> bool:
-        """Return whether a hang has stood for its time of grace."""
+        """Return whether a hang has persisted for its time of grace."""
         files = {}
         for directory in self._directories:
             for file in (directory / FINDINGS, *directory.glob(f"{RANKS}/*/{FINDINGS}")):

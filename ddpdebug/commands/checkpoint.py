@@ -1,4 +1,4 @@
-"""`ddpdebug checkpoint`: what is in checkpoints, and what is different between two."""
+"""`ddpdebug checkpoint`: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Exit codes: 0 equal, 1 different, 2 wrong usage, or a checkpoint that cannot be 
 
 @click.group("checkpoint", help="Compare checkpoints.")
 def command() -> None:
-    """The group of `compare`."""
+    """The group of the command `compare`."""
 
 
 @command.command("compare", help=_COMPARE)
@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all entries that differ.")
 @click.option("--trust", is_flag=True, help="Unpickle what is no tensor or plain value, which may run any code.")
 def compare(a: Path, b: Path, *, lines: int, as_json: bool, trust: bool) -> Callable[[], int]:
-    """Compare later, outside of click: torch is loaded when the line is right."""
+    """Return the action that compares; it runs outside of click, and torch is loaded only then."""
 
     def act() -> int:
         from ddpdebug.checkpoints.comparison import compare as compared  # noqa: PLC0415 - loads torch

@@ -15,13 +15,13 @@ _BUILD = "Write the dashboards of this version as JSON files into DIRECTORY, for
 
 @click.group("dashboards", help="Write the Grafana dashboards, and put them into a Grafana.")
 def command() -> None:
-    """The group of `build` and `push`."""
+    """The group of the commands `build` and `push`."""
 
 
 @command.command("build", help=_BUILD)
 @click.argument("directory", type=click.Path(path_type=Path))
 def build(directory: Path) -> Callable[[], int]:
-    """Write later, outside of click."""
+    """Return the action that writes the dashboards, to be run outside of click."""
     from ddpdebug.grafana.dashboards import texts  # noqa: PLC0415 - not before it is needed
 
     def act() -> int:
@@ -51,7 +51,7 @@ or that comes from a file of that Grafana, is left alone.
 @click.option("--folder", help="Title of their folder, made if it is missing; by default General, or where they are.")
 @click.option("--force", is_flag=True, help="Overwrite what is there, whoever made it.")
 def push(url: str, token_file: Path | None, folder: str | None, *, force: bool) -> Callable[[], int]:
-    """Check address and token, then push."""
+    """Check address and token, and return the action that pushes the dashboards."""
     from ddpdebug.grafana.client import Grafana, GrafanaError, GrafanaUnreachableError, read_token  # noqa: PLC0415
     from ddpdebug.grafana.dashboards import shipped  # noqa: PLC0415 - not before it is needed
 

@@ -1,4 +1,4 @@
-"""`ddpdebug doctor`: what this machine and this torch give to ddpdebug, and what is switched off."""
+"""`ddpdebug doctor`: abilities of this machine and this torch that ddpdebug uses, and parts that are off."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Exit codes: 0 nothing that should work is off, 1 something is off, 2 wrong usage
     help="Load a module after attaching, as a script would, and say which of our wrappers it hides; may be repeated.",
 )
 def command(*, as_json: bool, verbose: bool, imports: tuple[str, ...]) -> Callable[[], int]:
-    """Read the settings; look later, outside of click: modules of the user's are loaded."""
+    """Read the settings, and return the action that examines; it runs outside of click, as it imports user modules."""
     config = Config.load({}, os.environ, Path.cwd())
 
     def act() -> int:

@@ -49,7 +49,7 @@ Exit codes: 0 clean, 1 not equivalent, 2 wrong usage, 3 the factory or the step 
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the verdict as JSON.")
 @click.option("--result", type=click.Path(path_type=Path), hidden=True)
 def command(result: Path | None, **options: Any) -> Callable[[], int]:
-    """Check the line; run later, outside of click."""
+    """Check the line, and return the action that measures, to be run outside of click."""
     path, name = split_factory(options["factory"])
     options["mesh"] = _mesh(options["mesh"])
     ranks = math.prod(options["mesh"].values()) if options["mesh"] else options["nproc_per_node"] or 2

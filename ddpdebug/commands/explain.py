@@ -68,7 +68,7 @@ def _print_page(page: Page) -> None:
 @click.command("explain", help=_TEXT)
 @click.argument("code", required=False)
 def command(code: str | None) -> Callable[[], int]:
-    """Find the code's page; print it later, outside of click."""
+    """Find the code's page, and return the action that prints it, to be run outside of click."""
     known = pages()
     page = None if code is None else _page(known, code)
 

@@ -1,4 +1,4 @@
-"""`ddpdebug facts`: what is known of how a run trains, and in what two runs differ."""
+"""`ddpdebug facts`: facts of how a run trains, and differences between two runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ numbers, ranks, signals, end. RUN and OTHER are run directories, or files that `
 @click.argument("other", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one run, the file that --golden reads.")
 def command(run: Path, other: Path | None, *, as_json: bool) -> Callable[[], int]:
-    """Read what is there; print it later, outside of click."""
+    """Read the facts, and return the action that prints them, to be run outside of click."""
     from ddpdebug.facts.comparison import differences, facts_of, listed  # noqa: PLC0415 - not before it is needed
     from ddpdebug.schema.finding import strict_json  # noqa: PLC0415 - as above
     from ddpdebug.sinks.text import clean  # noqa: PLC0415 - as above

@@ -1,4 +1,4 @@
-"""`ddpdebug fix`: the change of the source that ends what a finding says, as a diff."""
+"""`ddpdebug fix`: source changes that cure findings, as diffs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Diff:
 @click.option("--prove", is_flag=True, help="Check a copy of the script before and after the change.")
 @click.option("--steps", type=click.IntRange(1), help="With --prove, optimizer steps. [default those of the run]")
 def command(run_dir: Path, *, code: str | None, prove: bool, steps: int | None) -> Callable[[], int]:
-    """Read the run; look for changes later, outside of click."""
+    """Read the run, and return the action that looks for changes, to be run outside of click."""
     try:
         run = read_run(run_dir)
         findings = [each for each in read_findings(run_dir) if code is None or each.code == code.upper()]

@@ -1,4 +1,4 @@
-"""`ddpdebug hub`: the runs of a team on one page, and how runs get there afterwards."""
+"""`ddpdebug hub`: the runs of a team on one page; imports and pushes of runs that have ended."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def command(  # noqa: PLR0913 - the options
     webhooks: Path | None,
     address: str,
 ) -> Callable[[], int] | None:
-    """Check what is asked for and open what is needed; serve later, outside of click."""
+    """Check the options, open socket and database, and return the action that serves, to be run outside of click."""
     if ctx.invoked_subcommand is not None:
         return None
     _require()
@@ -125,7 +125,7 @@ def command(  # noqa: PLR0913 - the options
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @_data
 def import_(run_dirs: tuple[Path, ...], data: str) -> Callable[[], int]:
-    """Find the runs; copy later."""
+    """Find the runs, and return the action that copies them."""
     _require()
     from ddpdebug.hub.store import Store  # noqa: PLC0415 - not before it is needed
     from ddpdebug.hub.watch import runs_below  # noqa: PLC0415
@@ -164,7 +164,7 @@ def _import(directories: list[Path], store: Any) -> int:
 @click.option("--hub", "url", help="Address of the hub, http://host:port. [default: the run's --hub]")
 @click.option("--hub-token-file", type=click.Path(path_type=Path), help="File that holds the token.")
 def push(run_dir: Path, url: str | None, hub_token_file: Path | None) -> Callable[[], int]:
-    """Check the directory, the address and the token; send later."""
+    """Check directory, address and token, and return the action that sends the run."""
     from ddpdebug.processes.pusher import read_token  # noqa: PLC0415 - not before it is needed
     from ddpdebug.run_directory.mirror import Mirror  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""`ddpdebug mcp`: answers to programs that ask about runs."""
+"""`ddpdebug mcp`: a Model Context Protocol server that answers programs about runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ has more.
 @click.argument("directories", metavar="[DIRECTORY]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--allow-run", is_flag=True, help="Answer `check` too, which runs scripts in these directories.")
 def command(directories: tuple[Path, ...], *, allow_run: bool) -> Callable[[], int]:
-    """Check what is asked for; serve later, outside of click."""
+    """Check the options, and return the action that serves, to be run outside of click."""
     try:
         import mcp.server  # noqa: F401, PLC0415 - whether it is there
     except ImportError as error:

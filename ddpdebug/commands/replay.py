@@ -49,7 +49,7 @@ def _check(request: Request) -> None:
 @click.option("--no-amp", is_flag=True, help="Leave autocast off.")
 @click.option("--json", metavar="FILE", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def command(*, trust: bool, cpu: bool, no_amp: bool, **given: Any) -> Callable[[], int]:
-    """Check the line; run later, outside of click."""
+    """Check the line, and return the action that replays, to be run outside of click."""
     if given["module"] is not None and not trust:
         raise UsageError("--module unpickles a file, which may run any code; add --trust if you made the file")
     if cpu and given["device"] not in {None, "cpu"}:

@@ -22,7 +22,7 @@ The page is one HTML file that opens offline and loads nothing. The run may stil
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="File to write. [default RUN_DIR/report.html]")
 def command(run_dir: Path, output: Path | None) -> Callable[[], int]:
-    """Read the run; write the page later, outside of click."""
+    """Read the run, and return the action that writes the page, to be run outside of click."""
     from ddpdebug.reports.page import report  # noqa: PLC0415 - not before it is needed
 
     try:

@@ -1,4 +1,4 @@
-"""`ddpdebug run`: an unchanged training script, watched."""
+"""`ddpdebug run`: an unchanged training script with ddpdebug attached."""
 
 from __future__ import annotations
 

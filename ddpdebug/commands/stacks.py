@@ -1,4 +1,4 @@
-"""`ddpdebug stacks`: where all ranks of a run are, those in the same place together."""
+"""`ddpdebug stacks`: the call and the stack of every rank of a run, grouped by place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Found:
 @click.option("--all-threads", is_flag=True, help="Ask the ranks for the frames of all their threads.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run_dir: Path, *, all_threads: bool, as_json: bool) -> Callable[[], int]:
-    """Look; print later, outside of click."""
+    """Read the state of the ranks, and return the action that prints it, to be run outside of click."""
     try:
         run = read_run(run_dir)
         outcomes = read_outcomes(run_dir)

@@ -29,7 +29,7 @@ _RUNS = "ddpdebug-runs"
 @click.option("--once", is_flag=True, help="Print the state once and leave.")
 @click.option("--interval", type=click.FloatRange(0.2, 3600), default=2.0, help="Seconds between looks. [default 2]")
 def command(where: str | None, *, once: bool, interval: float) -> Callable[[], int]:
-    """Take the first snapshot, which shows whether the place is right; show later, outside of click."""
+    """Take the first snapshot, which checks the place; return the action that shows it, to be run outside of click."""
     from ddpdebug.reports.top.snapshot import from_directory  # noqa: PLC0415 - not before it is needed
 
     look = partial(from_directory, _place(where))

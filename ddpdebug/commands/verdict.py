@@ -46,7 +46,7 @@ same.
     help="Print whether a restart may help, and why; exit with 0 where it may, 1 where not, 4 where nobody knows.",
 )
 def command(run_dir: Path, form: str, *, restart: bool, **given: Any) -> Callable[[], int]:
-    """Return the action for a line that is right."""
+    """Check the line, and return the action that judges."""
     if restart and form != "text":
         raise UsageError("--restart answers in words and by its exit status; in JSON each finding has `restart`")
     config = Config.load(given, os.environ, Path.cwd(), flags=True)

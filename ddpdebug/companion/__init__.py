@@ -1,1 +1,1 @@
-"""The process beside the rank that leads a run, in which the rules judge what the ranks have sent. Torch-free."""
+"""The companion: a process beside the leading rank, in which the rules judge the steps of all ranks. Torch-free."""

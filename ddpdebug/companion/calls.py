@@ -1,4 +1,4 @@
-"""What the rank and its companion say to each other, as JSON."""
+"""Messages between a rank and its companion, as JSON."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def json_of_step(step: Step) -> dict[str, Any]:
 
 
 def step_of_json(value: Mapping[str, Any]) -> Step:
-    """Return the step that `json_of_step` has written."""
+    """Return the step from the JSON of `json_of_step`."""
     rows = [decode(base64.b64decode(data)) for data in value["rows"]]
     step = step_of(value["optimizer"], value["step"], {row.rank: row for row in rows}, value["world"])
     return step if value["chosen"] is None else with_chosen(step, value["chosen"])
 
 
 def json_of_record(record: Record) -> dict[str, Any] | None:
-    """Return a record as JSON; None where no metric is made of it."""
+    """Return a record as JSON; None if no metric depends on it."""
     match record:
         case StepJudged(step=step):
             about: dict[str, Any] = {"step": json_of_step(step)}
@@ -68,7 +68,7 @@ def json_of_record(record: Record) -> dict[str, Any] | None:
 
 
 def record_of_json(value: Mapping[str, Any]) -> Record:  # noqa: PLR0911 - a line for each kind
-    """Return the record that `json_of_record` has written."""
+    """Return the record from the JSON of `json_of_record`."""
     kind, fields = value["is"], {name: each for name, each in value.items() if name != "is"}
     match kind:
         case "StepJudged":
@@ -94,5 +94,5 @@ def record_of_json(value: Mapping[str, Any]) -> Record:  # noqa: PLR0911 - a lin
 
 
 def dumped(value: object) -> bytes:
-    """Return JSON, as both sides write it."""
+    """Return a value as JSON bytes, as both sides write them."""
     return json.dumps(value, default=str).encode()

@@ -1,4 +1,4 @@
-"""The rules of a run, behind calls and replies in JSON: what the rank that leads says to them, and what they answer.
+"""The rules of a run behind calls and replies in JSON: the leading rank calls, the rules reply.
 
 The same calls reach them in the companion's process and, where there can be none, in the rank itself.
 """
@@ -49,7 +49,7 @@ class Judge:
         self._troubles.append((part, message))
 
     def reply(self, calls: Iterable[Sequence[Any]]) -> dict[str, Any]:
-        """Take calls, each a name and its arguments; return what was found and what the ranks are asked."""
+        """Apply calls, each a name with arguments; return the findings and the detail requests."""
         for name, *arguments in calls:
             self._acts[name](*arguments)
         found, self._found = self._found, []

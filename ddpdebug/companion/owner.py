@@ -1,4 +1,4 @@
-"""The rank's process, as its companion sees it: whether it lives, how it has ended, and what else was asked to end."""
+"""The rank's process as its companion sees it: whether it lives, how it ended, and requests to end the companion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpdebug.clock import time
 
 
 class Asked:
-    """The time at which somebody asked this process to end."""
+    """The time at which a signal asked this process to end."""
 
     def __init__(self) -> None:
         self.at = float("-inf")
@@ -27,7 +27,7 @@ class Asked:
 
 
 class Owner:
-    """The process that has started this one.
+    """The process that started this one.
 
     Args:
         descriptor: of it, -1 where there is none.
@@ -37,7 +37,7 @@ class Owner:
         self.descriptor, self._pid = descriptor, pid
 
     def has_gone(self) -> bool:
-        """Return whether it has ended, and not only replaced its program; its sockets are closed a moment before."""
+        """Return whether the process has ended, not only replaced its program; its sockets close a moment before."""
         if self.descriptor >= 0:
             poll = select.poll()  # for numbers above 1023 too, which those of the rank may be
             poll.register(self.descriptor, select.POLLIN)
@@ -52,7 +52,7 @@ class Owner:
         return False
 
     def status(self) -> int | None:
-        """Return how it has ended, as `waitpid` has it; None where nobody can tell.
+        """Return the process's exit status, as `waitpid` has it; None if unknown.
 
         Its parent learns that, and the kernel tells others while the parent has not asked; since Linux 6.15 after that.
         """

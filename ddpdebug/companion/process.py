@@ -1,4 +1,4 @@
-"""The companion's process: the rules judge in one thread, another one serves; it ends with its rank, or soon after."""
+"""The companion's process: the rules judge in one thread, another one serves; it ends with its rank or soon after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NICE, _KILLED_FIRST = 5, "800"
 
 
 def main(words: tuple[int, int, int, int]) -> None:
-    """Answer and serve until the ranks have gone; ends the process.
+    """Answer and serve until the ranks have ended; ends the process.
 
     Args:
         words: the descriptors of the two connections and of the rank's process, -1 where there is none, and its number.

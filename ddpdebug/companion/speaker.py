@@ -1,4 +1,4 @@
-"""What serves the ranks of a node beside the first of them: it takes their records, and has the metrics scraped.
+"""The metrics server for the ranks of a node, in the companion of the first: it takes their records and is scraped.
 
 It outlives a rank, however that ends, until its end was scraped twice or for `--linger` seconds; see
 docs/decisions/029.
@@ -48,7 +48,7 @@ _PATIENCE = 10.0
 
 
 class House:
-    """Who serves in this process: each rank of the node that has asked for it. The last one ends the process."""
+    """The ranks of the node that are served in this process. The last one ends the process."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self._lock = asked, threading.Lock()
@@ -58,12 +58,12 @@ class House:
         self.leads: int | None = None  # the rank whose steps are those of all
 
     def take(self, channel: Channel, owner: Owner) -> None:
-        """Let a rank be served."""
+        """Serve a rank."""
         with self._lock:
             self._speakers.append(Speaker(self, channel, owner))
 
     def open(self, name: str, rank: int) -> None:
-        """Let other ranks of the node in, of the same user, which have the same steps as one."""
+        """Open the door for other ranks of the node, of the same user and with the same steps."""
         self.leads, self._door = rank, open_door(name)
         if self._door is not None:
             Thread("ddpdebug-door", self._let_in, self._door)
@@ -81,7 +81,7 @@ class House:
             self.take(Channel(end), Owner(descriptor, pid))
 
     def share(self, record: StepJudged, by: Speaker) -> None:
-        """Give a step to all ranks that have the same ones."""
+        """Pass a step to all ranks that have the same steps."""
         with self._lock:
             self._first.append(record)
             others = [each for each in self._speakers if each is not by]
@@ -89,12 +89,12 @@ class House:
             each.hear(record)
 
     def missed(self) -> list[StepJudged]:
-        """Return the first steps, for who has come later."""
+        """Return the first steps, for a rank that has come later."""
         with self._lock:
             return [*self._first] if len(self._first) < _FIRST_STEPS else []
 
     def leave(self, speaker: Speaker) -> None:
-        """End with the last one; nobody else comes once the first has gone."""
+        """Remove a rank and end with the last one; no rank is added once the first is gone."""
         with self._lock:
             if speaker is self._speakers[0] and self._door is not None:
                 with suppress(OSError):
@@ -110,7 +110,7 @@ class House:
 
 
 class Speaker:
-    """Takes the records of one rank in a thread of its own.
+    """The server of one rank: reads its records in a thread of its own.
 
     Args:
         channel: where the records come from; the address goes back.
@@ -140,7 +140,7 @@ class Speaker:
             self._fail(error)
 
     def lead(self, rank: int | None) -> None:
-        """Say whose steps are those of all."""
+        """Send the rank whose steps stand for those of all."""
         self._reply({"leads": rank})
 
     def _take_step(self, sink: PrometheusSink, record: StepJudged) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of values that settings have: how a text becomes a value, and what messages say is valid. Torch-free."""
+"""Kinds of setting values: how a text becomes a value, and which values messages call valid. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", 
 
 
 class Kind(NamedTuple):
-    """A kind of values; `parse` raises ValueError or TypeError for what is none."""
+    """A kind of values; `parse` raises ValueError or TypeError for anything else."""
 
     parse: Callable[[Any], Any]
     valid: str  # in words, for messages and the help
@@ -22,7 +22,7 @@ class Kind(NamedTuple):
 
 
 def switch(value: Any) -> bool:
-    """Read true or false."""
+    """Parse a boolean."""
     text = str(value).lower()
     if text not in _TRUE | _FALSE:
         raise ValueError
@@ -30,7 +30,7 @@ def switch(value: Any) -> bool:
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, valid: str = "") -> Kind:
-    """Return the numbers in a range; `above` leaves the lower end out."""
+    """Return the kind of numbers in a range; `above` excludes the lower end."""
 
     def parse(value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -42,7 +42,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False, valid: st
 
 
 def integer(low: int, high: float = math.inf, *, valid: str = "") -> Kind:
-    """Return the whole numbers in a range."""
+    """Return the kind of integers in a range."""
 
     def parse(value: Any) -> int:
         if isinstance(value, bool | float) or not low <= int(value) <= high:
@@ -53,7 +53,7 @@ def integer(low: int, high: float = math.inf, *, valid: str = "") -> Kind:
 
 
 def one_of(*words: str) -> Kind:
-    """Return some words."""
+    """Return the kind of a fixed set of words."""
 
     def parse(value: Any) -> str:
         if value not in words:
@@ -99,5 +99,5 @@ WEB_ADDRESS = Kind(_web_address, "an address that begins with http:// or https:/
 
 
 def text(valid: str) -> Kind:
-    """Return texts that say something."""
+    """Return the kind of non-empty texts."""
     return Kind(_text, valid)

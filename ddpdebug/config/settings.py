@@ -32,7 +32,7 @@ _SERVICE = re.compile(r"DDPDEBUG_HUB_(SERVICE|PORT)(_.*)?")
 
 
 class Option(NamedTuple):
-    """What a command needs to know about a setting."""
+    """A setting as the commands see it: name, help, valid values, commands that take it."""
 
     name: str  # in Python, in pyproject.toml and, in capitals, in the environment
     help: str
@@ -317,7 +317,7 @@ def settings() -> list[Field[Any]]:
 
 
 def run_directory(run_id: str, now: datetime) -> Path:
-    """Return the run directory of a run that did not name one; `now` is in UTC."""
+    """Return the default run directory of a run without `out`; `now` is in UTC."""
     return Path("ddpdebug-runs") / f"{now:%Y%m%dT%H%M%SZ}-{run_id}"
 
 

@@ -1,1 +1,1 @@
-"""Changes of the user's source that end what a finding says, as diffs that are shown and never made."""
+"""Source changes that cure findings, as diffs that are shown and never applied."""

@@ -1,4 +1,4 @@
-"""The cures: for a code whose fault has one mechanical end, the change of the source that ends it. Torch-free.
+"""The cures: for each code with one mechanical remedy, the source change that applies it. Torch-free.
 
 A cure says why it cannot (`CannotError`) where the source leaves a choice: two optimizers, two wrappers, a name that
 nothing is known of. It never guesses.
@@ -17,7 +17,7 @@ from ddpdebug.schema.finding import Finding
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A finding, the file that it is about, and the line, where that is known."""
+    """A finding, the source file that it is about, and the line if known."""
 
     source: Source
     finding: Finding
@@ -25,7 +25,7 @@ class Case:
 
     @property
     def statement(self) -> ast.stmt:
-        """What stands on the line."""
+        """The statement on the finding's line."""
         if self.line is None:
             raise CannotError("the finding names no line")
         return self.source.statement(self.line)
@@ -488,7 +488,7 @@ ELSEWHERE = frozenset(
 
 
 def cure(data: bytes, finding: Finding, line: int | None) -> tuple[Source, str]:
-    """Return the changed source of the file that a finding is about, and what the change does.
+    """Return the changed source of a finding's file, and a description of the change.
 
     Raises:
         CannotError: there is no mechanical cure, or no one place for it.

@@ -1,4 +1,4 @@
-"""A file of Python that is changed at places that its syntax tree names; everything else stays as it is, byte by byte.
+"""A Python file that is edited at nodes of its syntax tree; everything else stays as it is, byte by byte.
 
 Torch-free; reads text, writes nothing.
 """
@@ -18,11 +18,11 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 
 
 class CannotError(Exception):
-    """Why there is no change, in words."""
+    """There is no cure; the text says why."""
 
 
 class Source:
-    """The text of a file, and the changes to it.
+    """The text of a Python file, and edits of it.
 
     Raises:
         CannotError: it is no Python in UTF-8.
@@ -58,13 +58,13 @@ class Source:
         return node
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what holds a node, from the inside out."""
+        """Yield the ancestors of a node, from the inside out."""
         while node in self._parents:
             node = self._parents[node]
             yield node
 
     def loop(self, node: ast.AST) -> ast.AST | None:
-        """Return the innermost loop around a node in its function; None where there is none."""
+        """Return the innermost loop around a node in its function; None if there is none."""
         for each in self.around(node):
             if isinstance(each, _LOOPS):
                 return each
@@ -77,13 +77,13 @@ class Source:
         return next(each for each in self.around(node) if isinstance(each, _SCOPES))
 
     def calls(self, within: ast.AST | None = None) -> Iterator[tuple[str, ast.Call]]:
-        """Yield the calls, each with the words that are called: `torch.optim.SGD`."""
+        """Yield the calls, each with the text of the function: `torch.optim.SGD`."""
         for node in ast.walk(within or self.tree):
             if isinstance(node, ast.Call):
                 yield ast.unparse(node.func), node
 
     def assigned(self, name: str) -> list[str]:
-        """Return what is called for the values that a name or an attribute is given, in words."""
+        """Return the functions whose results are assigned to a name or an attribute; an empty text for other values."""
         found = []
         for node in ast.walk(self.tree):
             targets = node.targets if isinstance(node, ast.Assign) else ()
@@ -92,13 +92,13 @@ class Source:
         return found
 
     def words(self, node: ast.AST) -> str:
-        """Return the text of a node as it stands in the file."""
+        """Return the source text of a node."""
         return self._data[slice(*self._span(node))].decode("utf-8")
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def insert(self, line: str, *, before: ast.stmt | None = None, after: ast.stmt | None = None) -> None:
-        """Add a line beside a statement, as deep as that stands."""
+        """Add a line before or after a statement, with its indentation."""
         beside = before or after
         assert beside is not None
         start, end = self._lines(beside)
@@ -109,7 +109,7 @@ class Source:
         self._edits.append((place, place, data))
 
     def delete(self, statement: ast.stmt) -> None:
-        """Take a statement away; raise CannotError where nothing would be left beside it."""
+        """Delete a statement; raise CannotError if it is the only one of its block."""
         parent = self._parents[statement]
         for _, block in ast.iter_fields(parent):
             if isinstance(block, list) and statement in block and len(block) == 1:
@@ -117,17 +117,17 @@ class Source:
         self._edits.append((*self._lines(statement), b""))
 
     def replace(self, node: ast.AST, text: str) -> None:
-        """Put other words in the place of an expression."""
+        """Replace the source text of an expression."""
         self._edits.append((*self._span(node), text.encode()))
 
     def add_keyword(self, call: ast.Call, text: str) -> None:
-        """Give a call one more argument, behind the others."""
+        """Append an argument to a call."""
         end = max((self._span(node)[1] for node in (*call.args, *call.keywords)), default=0)
         place = end or self._span(call)[1] - 1
         self._edits.append((place, place, (f", {text}" if end else text).encode()))
 
     def remove_keyword(self, call: ast.Call, name: str) -> None:
-        """Take an argument away that is given by its name."""
+        """Remove a keyword argument from a call."""
         found = next(keyword for keyword in call.keywords if keyword.arg == name)
         given = sorted([*call.args, *call.keywords], key=lambda node: self._span(node)[0])
         at = given.index(found)
@@ -149,7 +149,7 @@ class Source:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def changed(self) -> str:
-        """Return the text with all changes; raises as `diff` does."""
+        """Return the text with all edits; raises as `diff` does."""
         data = self._data
         for start, end, new in sorted(self._edits, reverse=True):
             data = data[:start] + new + data[end:]

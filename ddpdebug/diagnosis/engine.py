@@ -1,4 +1,4 @@
-"""Runs the rules over the steps in order, asks the ranks for details, folds consequences into first causes. Torch-free.
+"""Runs the rules over the steps in order, requests details from ranks, and folds consequences into causes. Torch-free.
 
 Every rank runs its own copy on the same steps, answers and announcements and comes to the same findings: no clock, no
 randomness, no set order. A step that a rule wants details of is parked; later steps queue behind it.
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Reading(IntEnum):
-    """What a step means to a rule's group; of several rules the highest counts."""
+    """What a step means to the rules of one group; of several rules the highest value counts."""
 
     UNKNOWN = 0  # the step cannot show it
     FREE = 1  # the rule compares nothing: whatever it says counts
@@ -112,7 +112,7 @@ class _Queued:
 
 
 class Diagnosis:
-    """Judges steps.
+    """The rules and their state: takes steps, details and announcements, and returns findings.
 
     Args:
         world: number of ranks.
@@ -164,13 +164,13 @@ class Diagnosis:
 
     @property
     def waits(self) -> bool:
-        """Whether ticks that bring nothing count: something is held until others have come."""
+        """Whether ticks without news count: a step or an announcement is held until others have come."""
         return bool(self._queue or self._held)
 
     # --- input --------------------------------------------------------------------------------------------------------
 
     def feed(self, step: Step) -> list[Request]:
-        """Queue the next step; return what the ranks are asked now."""
+        """Queue the next step; return the detail requests that it causes now."""
         for held in self._held:
             held.steps += 1
         step = unmarked(step)
@@ -181,27 +181,27 @@ class Diagnosis:
         return self.requests()
 
     def curious(self, step: Step) -> list[str]:
-        """Return the rules for which the rows of all ranks are worth asking for, by what chosen rows show."""
+        """Return the rules that want the rows of all ranks for a step, by what its chosen rows show."""
         asking = [rule for rule in self._rules if type(rule).wants_all is not Detector.wants_all]
         step = replace(step, facts=self.facts)
         return [rule.code for rule in asking if self._run(rule, False, rule.wants_all, step)]
 
     def adopt(self, findings: Iterable[Finding]) -> None:
-        """Take what another rank has found, which this one goes on from when it judges."""
+        """Adopt the findings of another rank, whose judging this one continues."""
         rules = {rule.code: rule for rule in self._rules}
         for finding in findings:
             if finding.code in rules:
                 self._incidents.adopt(rules[finding.code], finding)
 
     def requests(self) -> list[Request]:
-        """Return what the ranks are asked since the last call."""
+        """Return and clear the detail requests since the last call."""
         requests, self._outbox = self._outbox, []
         return requests
 
     def answer(
         self, rank: int, optimizer: int, step: int, kind: str, value: Detail | None, *, last: bool = False
     ) -> None:
-        """Hand over one rank's details; None means that it cannot tell."""
+        """Add one rank's detail; None means that the rank has none."""
         place = optimizer, step, last
         waiting = [q for q in self._queue if (q.step.optimizer, q.step.step, q.last) == place and kind in q.asked]
         for queued in waiting:
@@ -220,7 +220,7 @@ class Diagnosis:
                         self._incidents.learn(finding)
 
     def meet(self) -> None:
-        """Begin anew with what the ranks announce: all are there, and each may have said something to itself alone."""
+        """Discard pending announcements after a meeting: all ranks are present again, and will announce anew."""
         for topic, spoken in self._spoken.items():
             self._spoken[topic] = dict.fromkeys(range(self.world), max(spoken.values()))
         self._rounds.clear()
@@ -228,7 +228,7 @@ class Diagnosis:
             self._run(rule, None, rule.meet)
 
     def tell(self, topic: str, rank: int, value: Announcement | None) -> None:
-        """Hand over one rank's announcement; with which others it is judged says the topic's scope.
+        """Add one rank's announcement; the scope of its topic decides with which other ranks' it is judged.
 
         Args:
             topic: as it was sent, with its number.
@@ -261,7 +261,7 @@ class Diagnosis:
     # --- output -------------------------------------------------------------------------------------------------------
 
     def tick(self) -> list[tuple[Finding, bool]]:
-        """Judge what is ready; return findings, True with the new ones and False with those that were updated."""
+        """Judge the steps that are ready; return findings, with True for new and False for updated ones."""
         for held in self._held:
             held.ticks += 1
         self._release()
@@ -282,11 +282,11 @@ class Diagnosis:
         return self.news()
 
     def news(self) -> list[tuple[Finding, bool]]:
-        """Return what is new of what was told, and judge nothing: only this rank has heard it."""
+        """Return the findings from announcements so far, and judge no step: only this rank has heard them."""
         return self._places.named(self._incidents.news())
 
     def finish(self) -> list[tuple[Finding, bool]]:
-        """Judge everything left with the details that are there, and what only the end shows."""
+        """Judge all remaining steps with the details at hand, and return also findings that only the end shows."""
         self._release(everything=True)
         while self._queue:
             if self._queue[0].looked_at < 0:

@@ -1,4 +1,4 @@
-"""Local SGD, told from ranks that have parted by mistake: replicas that train apart and are averaged again and again.
+"""Local SGD, distinguished from replicas that diverge by mistake: these train apart and are averaged again and again.
 
 Who averages the parameters is not looked at, a library or a loop by hand: what counts is that replicas which had parted
 agree again. Torch-free.
@@ -36,7 +36,7 @@ class _Replicas:
 
 
 class LocalSteps:
-    """What the steps of each optimizer say about its replicas.
+    """The kind of each optimizer's replicas (local SGD or diverged), by its steps so far.
 
     Args:
         config: settings that rules read.
@@ -47,7 +47,7 @@ class LocalSteps:
         self._replicas: dict[int, _Replicas] = {}
 
     def read(self, step: Step) -> None:
-        """Read the next step."""
+        """Take the next step into account."""
         if len(step.rows) < 2 or step.any(_DECLARED):
             return
         known = self._replicas.get(step.optimizer)
@@ -66,16 +66,16 @@ class LocalSteps:
             known.kind = _Kind.PARTED  # they synchronise again, and were not averaged before
 
     def undecided(self, step: Step) -> bool:
-        """Whether later steps have to show what it means that the replicas part in this one."""
+        """Whether later steps must show why the replicas diverge in this one."""
         return self._is(step, _Kind.UNDECIDED)
 
     def parted(self, optimizer: int) -> bool:
-        """Whether later steps have shown that the replicas of an optimizer have parted by mistake."""
+        """Whether later steps have shown that the replicas of an optimizer diverged by mistake."""
         known = self._replicas.get(optimizer)
         return known is not None and known.kind is _Kind.PARTED
 
     def marked(self, step: Step) -> Step:
-        """Return the step, with the flags of local SGD where that is what it belongs to."""
+        """Return the step, with the flags of local SGD if it belongs to it."""
         return mark(step) if self._is(step, _Kind.LOCAL) else step
 
     def _is(self, step: Step, kind: _Kind) -> bool:
@@ -89,7 +89,7 @@ def mark(step: Step) -> Step:
 
 
 def unmarked(step: Step) -> Step:
-    """Return a saved step as the ranks have sent it."""
+    """Return a saved step as the ranks sent it, without these flags."""
     return _with_flags(step, lambda flags: flags & ~_MARKS) if step.any(Flag.AVERAGED) else step
 
 

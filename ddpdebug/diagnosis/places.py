@@ -1,4 +1,4 @@
-"""Where the ranks of a finding run: host and device, for people; of a job on one host the device. Torch-free."""
+"""Host and device of the ranks in a finding, for people; of a job on one host only the device. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _MOST = 16
 
 
 class Places:
-    """What the ranks have announced of themselves."""
+    """The hosts and devices that the ranks have announced."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, str] = {}
         self._devices: dict[int, str] = {}
 
     def hear(self, rank: int, value: Announcement | None) -> None:
-        """Take an announcement, if it is about that."""
+        """Record an announcement if it names a rank's host or device."""
         if isinstance(value, Place):
             self._nodes[rank] = value.node
         elif isinstance(value, Device) and value.device:
             self._devices[rank] = value.device
 
     def named(self, found: Iterable[tuple[Finding, bool]]) -> list[tuple[Finding, bool]]:
-        """Return findings with the places of their ranks."""
+        """Return findings with the hosts or devices of their ranks."""
         if len(set(self._nodes.values())) < 2:  # the device of one rank that is to blame, as it may be broken
             return [(replace(finding, places=self._device(finding.ranks)), new) for finding, new in found]
         return [(replace(finding, places=self._of(finding.ranks)), new) for finding, new in found]

@@ -48,7 +48,7 @@ def rejudge(directory: Path, *, detectors: Sequence[Detector] | None = None) -> 
 
 
 def replay(directory: Path, diagnosis: Diagnosis, report: Callable[[list[tuple[Finding, bool]]], object]) -> None:
-    """Feed what a run directory has so far to a diagnosis that has seen nothing, and report what it finds."""
+    """Feed the records of a run directory to a new diagnosis, and report its findings."""
     fed, observed = _Replay(diagnosis, report), deque(read_observations(directory))
     fed.expect(observed)
     for number, step in numbered_steps(directory):

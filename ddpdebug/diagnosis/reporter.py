@@ -1,4 +1,4 @@
-"""Keeps the findings of a run: stamps them, adds what is found out later, hands them to the sinks. Torch-free."""
+"""Keeps the findings of a run: adds time and later evidence, and passes them to the sinks. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Reporter:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, oldest first."""
+        """The findings so far, oldest first, without ignored ones."""
         with self._lock:
             return [finding for finding in self._known.values() if not finding.ignored]
 
     @property
     def known(self) -> list[Finding]:
-        """The same, with those that are ignored."""
+        """The findings so far, oldest first, with ignored ones."""
         with self._lock:
             return list(self._known.values())
 
     def report(self, raised: Sequence[tuple[Finding, bool]]) -> list[Finding]:
-        """Take findings from the diagnosis, (finding, new); return the new ones as they were written.
+        """Take (finding, new) pairs from the diagnosis; return the new findings as they were written.
 
         Each record holds all that is known of its finding: a sink replaces what it has under the same `Finding.id`.
         """
@@ -72,7 +72,7 @@ class Reporter:
         return stamped
 
     def add(self, key: str, evidence: Mapping[str, Any]) -> None:
-        """Add evidence to a finding that was reported before; it stays through later updates."""
+        """Add evidence to a reported finding; it stays through later updates."""
         with self._lock:
             if key in self._known:
                 self._extra[key] = {**self._extra.get(key, {}), **evidence}
@@ -88,13 +88,13 @@ class Reporter:
 
 
 def key_of(finding: Finding) -> str:
-    """Return the id that `Incidents` has given to a finding: within a run it names it, on every rank alike."""
+    """Return the id that `Incidents` gave to a finding: unique within a run, and the same on every rank."""
     assert finding.id is not None, "a finding that no incident has admitted"
     return finding.id
 
 
 def unravel(flat: int, shape: Sequence[int]) -> list[int]:
-    """Return the index of the element that is the `flat`-th in row-major order."""
+    """Return the index of an element from its position `flat` in row-major order."""
     index: list[int] = []
     for size in reversed(shape):
         flat, position = divmod(flat, size)
@@ -103,5 +103,5 @@ def unravel(flat: int, shape: Sequence[int]) -> list[int]:
 
 
 def utc() -> str:
-    """Return the time, UTC, ISO 8601."""
+    """Return the time in UTC as ISO 8601."""
     return utc_now().strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""Incidents, open and closed: what was found folded into its root cause. Torch-free.
+"""Incidents, open and closed: findings folded into their root causes. Torch-free.
 
 An incident is opened by the first finding about it, counts later occurrences, and is closed when what it
 is about is gone. An incident that recurs soon, or at a regular interval, is one incident.
@@ -34,7 +34,7 @@ Pattern = Mapping[int, int]
 
 
 def refine(pattern: Pattern | None, shown: RankClasses) -> Pattern:
-    """Return the classes of ranks that have agreed so far and still agree."""
+    """Return the classes of ranks that agreed so far and still agree."""
     classes: dict[Hashable, int] = {}
     known = pattern or {}
     return {rank: classes.setdefault((known.get(rank), shown[rank]), len(classes)) for rank in sorted(shown)}
@@ -46,7 +46,7 @@ def count(pattern: Pattern | None) -> int:
 
 
 def explains(patterns: Iterable[Pattern], shown: RankClasses) -> bool:
-    """Whether ranks that no pattern parts show the same."""
+    """Whether the patterns explain a difference: ranks that no pattern separates show the same."""
     known = list(patterns)
     seen: dict[Hashable, Hashable] = {}
     for rank in sorted(shown):
@@ -58,7 +58,7 @@ def explains(patterns: Iterable[Pattern], shown: RankClasses) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Incident:
-    """One thing that went wrong, as it is known so far."""
+    """One problem of a run, with all that is known of it so far."""
 
     rule: Detector
     finding: Finding
@@ -70,7 +70,7 @@ class Incident:
 
     @property
     def top(self) -> Incident:
-        """The incident that is the root cause of this one."""
+        """The incident that is the root cause of this one; itself if it has none."""
         return self if self.root is None else self.root.top
 
     def again(self, step: int | None) -> None:
@@ -94,7 +94,7 @@ class Incident:
         self.again(finding.last_step if self.rule.keeps_newest else finding.step)
 
     def learn(self, finding: Finding) -> None:
-        """Take what is known by now of the occurrence that opened it."""
+        """Update the finding with facts that became known after the incident was opened."""
         told = {key: value for key, value in self.finding.evidence.items() if key == "consequences"}
         names = ("subject", "location", "causes", "actions")
         known = {name: getattr(finding, name) for name in names}
@@ -102,7 +102,7 @@ class Incident:
         self.changed = True
 
     def add_consequence(self, finding: Finding) -> None:
-        """Add what follows from this incident to its evidence, once for each code."""
+        """Add a consequence of this incident to its evidence, once for each code."""
         known = list(self.finding.evidence.get("consequences", ()))
         if len(known) >= _MAX_CONSEQUENCES or any(text.startswith(finding.code) for text in known):
             return
@@ -112,7 +112,7 @@ class Incident:
         self.changed = True
 
     def pattern(self) -> Pattern | None:
-        """Return which ranks the incident parts; None when that is not known."""
+        """Return the classes into which the incident divides the ranks; None if unknown."""
         if self.group.pattern:
             return self.group.pattern
         ranks = self.finding.ranks
@@ -123,7 +123,7 @@ class Incident:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The rules that read one difference of one optimizer, and the incidents that they have found open."""
+    """Rules that read the same difference of one optimizer, and their open incidents."""
 
     world: int = 0
     incidents: list[Incident] = field(default_factory=list)
@@ -136,20 +136,20 @@ class Group:
 
     @property
     def idle(self) -> bool:
-        """Whether a quiet step changes nothing here."""
+        """Whether a step without a difference changes nothing in this group."""
         return not (self.incidents or self.pattern or self.wait)
 
     @property
     def silent(self) -> bool:
-        """Whether there are incidents, and nobody was told of any."""
+        """Whether there are open incidents and all of them are ignored."""
         return bool(self.incidents) and all(incident.finding.ignored for incident in self.incidents)
 
     def grows(self, shown: RankClasses) -> bool:
-        """Whether ranks part that were not known to disagree."""
+        """Whether ranks differ that agreed so far."""
         return count(refine(self.pattern, shown)) > count(self.pattern)
 
     def look(self, shown: RankClasses | None) -> None:
-        """Add what the ranks show in the step that is going to be judged."""
+        """Add the ranks' values in the step that is judged next."""
         self.before = self.pattern
         if shown:
             self.pattern = refine(self.pattern, shown)
@@ -160,23 +160,23 @@ class Group:
             incident.again(step)
 
     def found(self) -> None:
-        """Note that there are findings, of incidents that may be ignored."""
+        """Note that rules have raised findings, possibly of ignored incidents."""
         self.quiet = self.wait = 0
         if not self.silent:
             self.misses = 0
 
     def rest_if_silent(self) -> None:
-        """Wait longer before the next look past incidents that are ignored."""
+        """Wait longer before the next request for details, if all open incidents are ignored."""
         if self.silent:
             self.missed()
 
     def missed(self) -> None:
-        """Count details that were asked for in vain: wait longer before the next time."""
+        """Count details that were requested in vain: wait longer before the next request."""
         self.misses += 1
         self.wait = min(1 << min(self.misses, 10), _SILENT_STEPS if self.silent else 1 << 10)
 
     def rest(self) -> list[Incident]:
-        """Count a quiet step; return the incidents that it closes."""
+        """Count a step without a difference; return the incidents that it closes."""
         self.quiet += 1
         if self.quiet < QUIET_STEPS << min(self.closings, _MAX_DOUBLINGS):
             return []
@@ -210,7 +210,7 @@ def _is_back(incident: Incident, distance: int | None) -> bool:
 
 
 class Incidents:
-    """All groups; decides whether a finding is new, known or a consequence.
+    """All groups; decides whether a finding is new, a repetition or a consequence.
 
     Args:
         ignored: what nothing is said of. It explains nothing either: what follows from it would disappear with it.
@@ -227,28 +227,28 @@ class Incidents:
         self._adopted: dict[str | None, Incident] = {}  # what another rank has found, by id
 
     def group(self, rule: Detector, optimizer: int | None) -> Group:
-        """Return the group of a rule for an optimizer (None: what no optimizer owns)."""
+        """Return the group of a rule for an optimizer (None: for findings of no optimizer)."""
         key = (rule.group or rule.code, optimizer)
         if key not in self._groups:
             self._groups[key] = Group(world=self.world)
         return self._groups[key]
 
     def adopt(self, rule: Detector, finding: Finding) -> None:
-        """Take what another rank has found: its number is used, and who finds it again has found nothing new."""
+        """Adopt a finding of another rank: its number is taken, and the same finding here is not new."""
         number = (finding.id or "").rpartition("-")[2]
         if number.isdecimal():
             self._numbers[finding.code] = max(self._numbers.get(finding.code, 0), int(number))
         self._adopted[finding.id] = Incident(rule, finding, Group(self.world), told=finding.count)
 
     def close(self, incidents: Iterable[Incident]) -> None:
-        """Let incidents go; they are told once more if their count grew."""
+        """Close incidents; those with a grown count are reported once more."""
         for incident in incidents:
             incident.changed |= incident.finding.count != incident.told
             self._closed.append(incident)
             self._touched.append(incident)
 
     def admit(self, rule: Detector, finding: Finding, group: Group, shown: RankClasses | None) -> None:
-        """Admit a finding: join it to a known incident, fold it into what explains it, or open a new incident."""
+        """Admit a finding: join it to a known incident, fold it into one that explains it, or open a new incident."""
         known = self._same(rule, finding, group)
         if known is not None:
             known.join(finding)
@@ -275,7 +275,7 @@ class Incidents:
         self._touched.append(source.top)
 
     def learn(self, finding: Finding) -> None:
-        """Take what is known by now of an occurrence that has opened an incident."""
+        """Update an incident with facts that became known after its finding was raised."""
         for incident in dict.fromkeys((*self._open(), *self._closed)):
             known = incident.finding
             if (known.code, known.step, known.ranks) == (finding.code, finding.step, finding.ranks):
@@ -354,7 +354,7 @@ class Incidents:
         )
 
     def news(self, *, last: bool = False) -> list[tuple[Finding, bool]]:
-        """Return new incidents and then those that changed; with `last` also those whose count was not told."""
+        """Return new incidents, then changed ones; with `last` also those whose count was not reported."""
         news = [(incident.finding, True) for incident in self._new]
         for incident in self._new:
             incident.told, incident.changed = incident.finding.count, False

@@ -1,4 +1,4 @@
-"""Where a rank listens for the others on other hosts: at the address from which it reaches the job's store. Torch-free.
+"""The address on which a rank listens for ranks of other hosts: that by which it reaches the job's store. Torch-free.
 
 By default gloo asks for the address of the host's own name. That name may not resolve, or as 127.0.1.1, and then nobody
 else comes through, while a job whose own backend is not gloo is well.
@@ -17,7 +17,7 @@ _DISCARD = 9
 
 
 def address_towards(host: str) -> str:
-    """Return the own address from which a host is reached, empty where it cannot be told."""
+    """Return this host's address on the route to another host; empty if unknown."""
     if not host:
         return ""
     with suppress(OSError, UnicodeError):
@@ -41,13 +41,13 @@ def _places(host: str) -> list[tuple[int, Any]]:
 
 
 def elsewhere(addresses: Iterable[str]) -> str:
-    """Return an address of the ranks' that other hosts reach; empty where all ranks seem to be on one host."""
+    """Return a rank's address that other hosts reach; empty if all ranks seem to be on one host."""
     known = set(addresses)
     return min((one for one in known if not _is_local(one)), default="") if len(known) > 1 else ""
 
 
 def listening_address(own: str, other: str) -> str:
-    """Return where a rank listens; empty: wherever gloo does by itself.
+    """Return the address on which a rank listens; empty: gloo's default.
 
     Args:
         own: from which it reaches the store, whose host may know itself by a name that only it understands.

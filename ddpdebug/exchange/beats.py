@@ -1,4 +1,4 @@
-"""Signs of life by way of the job's store, for ranks of other hosts: only while a gather is not answered.
+"""Signs of life through the job's store, for ranks of other hosts: only while a gather is unanswered.
 
 Each rank that lives sets one key of its own once a second then; whoever may have to judge reads those of ranks that it
 cannot see otherwise, a bounded number a second. A thread of its own calls the store, which may block, and nobody waits
@@ -26,7 +26,7 @@ _CALL_SECONDS = datetime.timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a rank has set last: `since` when that is known, and whether it has changed since reading began.
+    """The value that a rank has set last, with the time since when, and whether it changed while this rank read.
 
     Args:
         read: when it was looked at last; of many ranks each one only now and then.
@@ -38,12 +38,12 @@ class Heard:
     read: float
 
     def unchanged(self, now: float) -> float:
-        """Return for how many seconds it is known not to have changed."""
+        """Return the seconds for which the value is known not to have changed."""
         return min(now, self.read + EVERY_SECONDS) - self.since
 
 
 class Beats:
-    """The beats of one rank; used by one thread, beside its own.
+    """The signs of life of one rank; used by one thread, beside its own.
 
     Args:
         connect: returns a connection of our own to the job's store, None where there is none.
@@ -65,7 +65,7 @@ class Beats:
         self.is_over = False  # the store has failed
 
     def keep(self, own: bytes, ranks: Sequence[int]) -> None:
-        """Go on for a while: set what this rank says of itself, and read what others do."""
+        """Set this rank's sign of life and read those of other ranks, for a while from now."""
         self._own, self._asked, now = own, tuple(ranks), time.monotonic()
         if self.is_over:
             return
@@ -77,24 +77,24 @@ class Beats:
                 self._thread = Thread("ddpdebug-beats", self._run)
 
     def heard(self) -> dict[int, Heard]:
-        """Return what has been read since this began."""
+        """Return the values read since reading began, by rank."""
         return dict(self._heard)
 
     def missed(self) -> dict[int, float]:
-        """Return which ranks have set nothing, and when that was seen last."""
+        """Return the ranks that have set nothing, with the time of the last look."""
         return dict(self._missed)
 
     def unanswered(self) -> float:
-        """Return for how long the store has not answered a call."""
+        """Return the seconds for which a call of the store has been unanswered."""
         pending = self._pending
         return 0.0 if pending is None else time.monotonic() - pending
 
     def let_go(self) -> None:
-        """Drop the connection until there is something to keep again."""
+        """Drop the connection until `keep` is called again."""
         self._until, self._store = 0.0, None
 
     def close(self) -> None:
-        """End the thread where it does not wait for the store, and drop the connection."""
+        """End the thread unless it waits for the store, and drop the connection."""
         self._until, self.is_over, thread = 0.0, True, self._thread
         if thread is not None:
             thread.join(0.3)

@@ -1,4 +1,4 @@
-"""Rendezvous of one monitor's ranks in the job's store, before any process group of ours exists.
+"""The rendezvous of one monitor's ranks in the job's store, before ddpdebug's own process group exists.
 
 A store may be older than the job in it: an elastic restart, a second `init_process_group` or a file that was left over
 shows the keys of processes that are gone. Nothing here believes in a key because it exists. Every rank draws a random
@@ -45,7 +45,7 @@ ADDRESS, ELSEWHERE = "~address", "~elsewhere"
 
 
 class Waiting:
-    """What is known of a meeting that goes on, for messages: `missing` are the ranks that have not come so far."""
+    """The state of a meeting in progress, for messages; `missing` are the ranks that have not come so far."""
 
     def __init__(self) -> None:
         self.missing: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class RollCall:
         self._again = max(_AGAIN_SECONDS, _AGAIN_POLLS * self._longest)
 
     def meet(self) -> str:
-        """Return the prefix of the keys of this meeting, once all ranks are there.
+        """Wait for all ranks; return the key prefix of this meeting.
 
         Raises:
             ConnectionError: the ranks cannot be compared; the text says which rank is to blame, for people.
@@ -100,7 +100,7 @@ class RollCall:
         return f"{self._base}/{self.token}"
 
     def meet_again(self, generation: int, size: int) -> str:
-        """Return the prefix of a later, smaller group once all its `size` members have come to this point."""
+        """Wait for the `size` members of a later, smaller group; return its key prefix."""
         place = f"{self._base}/{self.token}/{generation}"
         if int(self._store.add(f"{place}/here", 1)) == size:
             self._store.set(f"{place}/all", "1")  # the last one tells all, so that each polls one key
@@ -287,7 +287,7 @@ class RollCall:
 
 
 def disagreement(identities: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """Say, for people, in what the ranks differ that they must have in common; None where they agree.
+    """Describe a difference between the ranks in what must be equal; None if they agree.
 
     The first name that differs is named, in the order of rank 0's; names that begin with `~` may differ.
     """

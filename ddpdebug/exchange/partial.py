@@ -1,4 +1,4 @@
-"""What a part of the ranks says in one tick, in bytes that hardly grow with their number. Torch-free.
+"""The rows and messages of a part of the ranks in one tick, in bytes that hardly grow with their number. Torch-free.
 
 Where ranks are many nobody needs everybody's row of a healthy step. Of the rows of one step a partial keeps one for
 each *class* of ranks (those whose digests and flags are equal), with who is in it, and besides those of the ranks that
@@ -55,7 +55,7 @@ Key = tuple[int, int, bool]
 
 
 def ranks_of(mask: int) -> Iterator[int]:
-    """Yield the ranks of a set, ascending."""
+    """Yield the ranks in a bit mask, ascending."""
     if mask.bit_count() > _FEW:  # each step of the loop below copies all bits
         yield from (rank for rank, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
         return
@@ -66,13 +66,13 @@ def ranks_of(mask: int) -> Iterator[int]:
 
 @lru_cache(maxsize=32)  # most steps and messages are of the same ranks, and of thousands it takes milliseconds
 def set_of(mask: int) -> frozenset[int]:
-    """Return the ranks of a set of bits."""
+    """Return the ranks in a bit mask as a set."""
     return frozenset(ranks_of(mask))
 
 
 @dataclass(slots=True)
 class StepPart:
-    """The rows of one step that are kept, by class: who is in it, and the row of its lowest rank.
+    """The kept rows of one step: for each class of equal ranks its members and the row of its lowest rank.
 
     Args:
         some: flags that some rank has.
@@ -89,26 +89,26 @@ class StepPart:
 
     @property
     def summary(self) -> Summary:
-        """What the ranks say together."""
+        """Return the flags and sums over all ranks."""
         sums = dict(zip(SUMS, zip(self.known, self.sums, strict=True), strict=True))
         return Summary(some=self.some, common=self.common, sums=sums)
 
     @property
     def ranks(self) -> int:
-        """Who has taken the step."""
+        """The ranks that have taken the step, as a bit mask."""
         found = 0
         for members, _ in self.classes.values():
             found |= members
         return found
 
     def add(self, data: bytes, members: int, *, rest: bool = False) -> None:
-        """Take the row of a class, or of ranks that have nothing in common."""
+        """Add the row of a class, or (`rest`) of ranks that belong to no class."""
         row = decode(data)
         self._join(REST if rest else kind_of(row), members, data)
         self.look(data, row)
 
     def count(self, row: Row) -> None:
-        """Add what a rank says to what all say together."""
+        """Add a rank's row to flags and sums."""
         flags = int(row.flags)
         self.some, self.common = self.some | flags, self.common & flags
         for number, read in enumerate(SUMS.values()):
@@ -117,7 +117,7 @@ class StepPart:
                 self.sums[number] += value
 
     def look(self, data: bytes, row: Row | None = None) -> None:
-        """Keep a row where its rank is first in something; of equals the lowest rank is."""
+        """Keep a row if its rank has an extreme value; the lowest of equal ranks counts."""
         row = decode(data) if row is None else row
         for number, read in enumerate(EXTREMES):
             value, known = read(row), self.first[number]
@@ -128,7 +128,7 @@ class StepPart:
                 self.first[number] = value, row.rank, data
 
     def merge(self, other: StepPart) -> None:
-        """Add what other ranks say of the same step."""
+        """Add the rows of other ranks for the same step."""
         for key, (members, data) in other.classes.items():
             self._join(key, members, data)
         for number, (known, found) in enumerate(zip(self.first, other.first, strict=True)):
@@ -152,7 +152,7 @@ class StepPart:
             self.classes[key] = known[0] | members, lowest
 
     def rows(self) -> dict[int, bytes]:
-        """Return the rows that are kept by rank, ascending."""
+        """Return the kept rows by rank, ascending."""
         found = {decode(data).rank: data for _, data in self.classes.values()}
         found |= {first[1]: first[2] for first in self.first if first is not None}
         return dict(sorted(found.items()))
@@ -160,7 +160,7 @@ class StepPart:
 
 @dataclass(slots=True)
 class Partial:
-    """What some ranks say in one tick.
+    """The rows and messages of some ranks in one tick.
 
     Args:
         leaving, left, busy: who is about to leave, has left with this tick, has unfinished business.
@@ -188,14 +188,14 @@ class Partial:
     reports: list[Message] = field(default_factory=list)
 
     def add_row(self, data: bytes) -> None:
-        """Take a row of a rank's own."""
+        """Add a rank's own row."""
         row = decode(data)
         part = self.steps.setdefault(key_of(row), StepPart())
         part.add(data, 1 << row.rank)
         part.count(row)
 
     def merge(self, other: Partial) -> None:
-        """Add what other ranks say."""
+        """Add the rows and messages of other ranks."""
         self.leaving |= other.leaving
         self.left |= other.left
         self.busy |= other.busy
@@ -215,7 +215,7 @@ class Partial:
         self.reports = _joined(self.reports, other.reports)
 
     def encode(self) -> bytes:
-        """Return the bytes of it."""
+        """Encode the partial as bytes."""
         counts = len(self.steps), len(self.messages), len(self.reports)
         parts = [_HEAD.pack(self.progress, self.least, self.most, self.heard, self.waiting, *counts)]
         parts += [_mask(mask) for mask in (self.leaving, self.left, self.busy, self.more)]
@@ -235,7 +235,7 @@ class Partial:
 
     @classmethod
     def decode(cls, data: bytes) -> Partial:
-        """Read one.
+        """Decode a partial.
 
         Raises:
             ValueError: these are not the bytes of a partial.
@@ -262,7 +262,7 @@ class Partial:
 
 
 def key_of(row: Row) -> Key:
-    """Return the step that a row is of."""
+    """Return the key of a row's step: optimizer, step, whether it is the last state."""
     return row.optimizer, row.step, row.has(Flag.LAST_STATE)
 
 

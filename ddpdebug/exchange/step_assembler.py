@@ -1,4 +1,4 @@
-"""Pairs the ranks' rows into steps, in an order that is the same on every rank. Torch-free."""
+"""Assembly of the ranks' rows into steps, in the same order on every rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS = sum(Flag)
 
 
 def fault_of(row: Row, rank: int, progress: int) -> str | None:
-    """Say why a row cannot be what `rank` saw, None where it can.
+    """Return why a row from `rank` is impossible; None if it is plausible.
 
     Args:
         progress: steps that the fastest rank has taken.
@@ -35,7 +35,7 @@ def fault_of(row: Row, rank: int, progress: int) -> str | None:
 
 
 class Assembler:
-    """Collects rows until every member has delivered its row of the same step of the same optimizer.
+    """Collects rows until every member has delivered its row for the same step of the same optimizer.
 
     Args:
         facts: announcements, which go with each step.
@@ -52,11 +52,11 @@ class Assembler:
 
     @property
     def waiting(self) -> int:
-        """How many steps are incomplete."""
+        """The number of incomplete steps."""
         return len(self._open)
 
     def add(self, rank: int, row: Row) -> None:
-        """Take one row; a row that comes after its step was judged without it is dropped."""
+        """Add a row; one that arrives after its step was judged is dropped."""
         self._reached[rank] = max(self._reached.get(rank, -1), row.step)
         if row.step <= self._closed.get(row.optimizer, -1):
             return
@@ -64,11 +64,11 @@ class Assembler:
         self._newest[row.optimizer] = max(self._newest.get(row.optimizer, 0), row.step)
 
     def set_members(self, members: tuple[int, ...]) -> None:
-        """Stop to wait for ranks that left."""
+        """Set the members, so that no step waits for ranks that left."""
         self._members = frozenset(members)
 
     def ready(self) -> Iterator[Step]:
-        """Yield complete steps (and overdue ones), each optimizer's in ascending order."""
+        """Yield complete and overdue steps, each optimizer's in ascending order."""
         for key in sorted(self._open, key=lambda k: (k[1], k[0])):
             rows = self._open[key]
             optimizer, step = key
@@ -85,7 +85,7 @@ class Assembler:
         return ahead >= (LAG_STEPS if passed else LATE_STEPS)
 
     def rest(self, *, complete: bool = False) -> Iterator[Step]:
-        """Yield what is left; with `complete` only the steps that have the rows of all members."""
+        """Yield the remaining steps; with `complete` only those that have the rows of all members."""
         for key in sorted(self._open, key=lambda k: (k[1], k[0])):
             if not complete or self._members <= self._open[key].keys():
                 yield self._close(key)

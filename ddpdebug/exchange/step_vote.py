@@ -1,4 +1,4 @@
-"""The numeric guard (`--guard stop|skip`): all ranks decide alike about a step, before its optimizer changes anything.
+"""The numeric guard (`--guard stop|skip`): all ranks decide alike about a step before its optimizer changes anything.
 
 Each rank says before every optimizer step whether something is non-finite on it, and waits until all have: this is the
 one part of ddpdebug that makes the job wait, and only where it was asked for. What is certain is that nobody waits for
@@ -29,7 +29,7 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """The vote of one rank about the step that it is about to take.
+    """The vote of one rank about its next optimizer step.
 
     Args:
         own: this rank has something non-finite: loss or gradients.
@@ -45,7 +45,7 @@ class Ballot:
 
 
 class NumericGuard:
-    """Takes part in the votes of one rank.
+    """The voter of one rank.
 
     Args:
         mode: `stop` or `skip`; anything else does nothing.
@@ -78,7 +78,7 @@ class NumericGuard:
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def decide(self, ballot: Ballot) -> bool:
-        """Vote, wait for the others, and return whether the step must not happen."""
+        """Vote, wait for the other ranks, and return whether the step must be skipped or stopped."""
         if not (ballot.together and len(self._members) > 1) or self._alone:
             return ballot.shared or (ballot.own and len(self._members) == 1)
         self._say("vote", optimizer=ballot.optimizer, step=ballot.step, bad=ballot.own or ballot.shared)
@@ -86,12 +86,12 @@ class NumericGuard:
         return ballot.shared if votes is None else any(votes.values())
 
     def abstain(self, optimizer: int, step: int) -> None:
-        """Vote that this rank does not take the step (a gradient scaler skipped it)."""
+        """Vote for a step that this rank does not take (a gradient scaler skipped it)."""
         if self.active and not self._alone:
             self._say("vote", optimizer=optimizer, step=step, bad=False)
 
     def too_many(self, optimizer: int, step: int) -> str | None:
-        """Count a skipped step; return why the run must end, if it must."""
+        """Count a skipped step; return the reason if the run must end now, else None."""
         steps = self._skipped.setdefault(optimizer, deque())
         steps.append(step)
         while steps[0] <= step - WINDOW_STEPS:
@@ -101,7 +101,7 @@ class NumericGuard:
         return f"{len(steps)} of the last {WINDOW_STEPS} steps were non-finite, and --max-skips is {self._max_skips}"
 
     def error(self, ballot: Ballot, note: str | None = None) -> FindingError:
-        """Return what ends the run: the finding about this step, once the rules have made it."""
+        """Return the error that ends the run, with the finding about this step if the rules have raised it in time."""
         deadline = time.monotonic() + FINDING_SECONDS
         with self._news_lock:
             while (found := self._newest_from(ballot.step)) is None:
@@ -143,7 +143,7 @@ class NumericGuard:
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take a vote."""
+        """Record the vote of a rank."""
         key = int(message["optimizer"]), int(message["step"])
         with self._news_lock:
             self._votes.setdefault(key, {})[rank] = bool(message["bad"])
@@ -152,7 +152,7 @@ class NumericGuard:
             self._news.notify_all()
 
     def meet(self, members: Iterable[int]) -> None:
-        """Learn who takes part."""
+        """Set the ranks that take part."""
         known = tuple(members)
         if known != self._members:
             with self._news_lock:
@@ -160,14 +160,14 @@ class NumericGuard:
                 self._news.notify_all()
 
     def found(self, finding: Finding) -> None:
-        """Learn of a finding."""
+        """Record a finding."""
         if finding.code.startswith("NUM") and finding.severity >= Severity.ERROR:
             with self._news_lock:
                 self._findings.append(finding)
                 self._news.notify_all()
 
     def lost(self) -> None:
-        """Learn that the ranks can no longer talk."""
+        """Note that the ranks can no longer communicate."""
         with self._news_lock:
             self._alone = True
             self._news.notify_all()

@@ -63,12 +63,12 @@ T = TypeVar("T")
 
 
 def wire_format() -> str:
-    """Return what two ranks must have in common to understand each other's bytes."""
+    """Return a description of the wire format, which must be equal on two ranks."""
     return f"{LAYOUT_VERSION:08x} ({ROW_BYTES} bytes, header {_HEADER.size})"
 
 
 class Group(Protocol):
-    """What the loop needs of a process group."""
+    """The process group as the tick loop uses it."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return every member's equally long `data`, in member order."""
@@ -77,10 +77,10 @@ class Group(Protocol):
         """Make a pending gather fail."""
 
     def leave_word(self, text: str) -> None:
-        """Write down why this rank goes, for those whose gathers are about to fail."""
+        """Write the reason why this rank leaves, for ranks whose gathers are about to fail."""
 
     def word(self) -> str | None:
-        """Return the last message of a rank that has left."""
+        """Return the reason that a rank has left behind; None if there is none."""
 
 
 #: Who says something, and what, as JSON.
@@ -89,7 +89,7 @@ Said = tuple[tuple[int, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one tick brought, equal on all ranks but for the reports."""
+    """The result of one tick, equal on all ranks except for the reports."""
 
     rows: tuple[tuple[int, bytes], ...]  # (rank, encoded row)
     messages: tuple[Said, ...]
@@ -163,7 +163,7 @@ class Exchange:
     # --- called from the training thread ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread; does nothing when it runs already."""
+        """Start the thread; do nothing if it runs already."""
         if self._thread is not None:
             return
         self._started = time.monotonic()
@@ -193,7 +193,7 @@ class Exchange:
         return self._over
 
     def unmet(self) -> str:
-        """Say, for people, who has not come to the meeting."""
+        """Describe the ranks that have not come to the meeting."""
         who = ranks_text(self.missing) if self.missing else "some rank"
         return f"no word from {who}: without ddpdebug, not attached yet, or out of reach"
 
@@ -248,7 +248,7 @@ class Exchange:
         return max(BUSY_SECONDS, LEAVE_SECONDS) if self._busy or self._everyone_waits else LEAVE_SECONDS
 
     def close(self, timeout: float | None = None) -> bool:
-        """Deliver what is queued, leave, and end the thread; return whether it does nothing any more.
+        """Send all queued data, leave, and end the thread; return whether the thread is idle.
 
         It may still connect to a rank that has gone meanwhile; nothing comes of that.
 
@@ -274,7 +274,7 @@ class Exchange:
         return not self._thread.is_alive() or self._lose(self.unmet(), unmet=True)
 
     def part(self, *, patient: bool = True) -> None:
-        """Deliver what is queued, leave the others as `close` does, and go on alone until `rejoin`.
+        """Send all queued data, leave the others as `close` does, and continue alone until `rejoin`.
 
         They are waited for as long as there. A rank that is silent then is left as soon as it answers.
 
@@ -295,7 +295,7 @@ class Exchange:
                 self._parted.get(timeout=0.1)
 
     def rejoin(self) -> bool:
-        """Meet the others again, where `part` has left them; return whether that is so."""
+        """Meet the others again after `part`; return whether this rank had left them."""
         with self._wake_lock:
             self._rejoins, self._rows_alone = self.parting or self.apart, len(self._rows) if self.apart else 0
             self._wake.put(None)
@@ -303,7 +303,7 @@ class Exchange:
 
     @property
     def apart(self) -> bool:
-        """Return whether this rank goes on alone."""
+        """Return whether this rank continues alone."""
         return self.world > 1 and self.state == ALONE
 
     def _unanswered(self) -> bool:
@@ -384,7 +384,7 @@ class Exchange:
         return True
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
-        """End the comparison, from any thread; the first reason counts, and the others hear it unless `silent`."""
+        """End the comparison, from any thread; the first reason counts, and the others get it unless `silent`."""
         self._lose(reason, silent=silent)
 
     def _lose(self, reason: str, *, silent: bool = False, unmet: bool = False) -> bool:
@@ -602,4 +602,4 @@ class Alone:
         """Do nothing."""
 
     def word(self) -> str | None:
-        """Return None: nobody else was there."""
+        """Return None: there is no other rank."""

@@ -1,4 +1,4 @@
-"""The tree in which many ranks talk: small groups of neighbours, whose first ranks meet in small groups of their own.
+"""The tree of groups for many ranks: small groups of neighbours, whose first ranks form small groups in turn.
 
 No rank has a connection to more than `SIZE - 1` others on each level, so that of a thousand ranks each holds a few
 dozen sockets at most, and a tick takes a number of steps that grows with the logarithm of their number. Neighbours are
@@ -24,38 +24,38 @@ _MOST_BYTES = 1 << 30
 
 
 class Small(Protocol):
-    """What the tree needs of a group of a few ranks, whose first member leads it."""
+    """A group of a few ranks as the tree uses it; its first member leads it."""
 
     def collect(self, data: bytes) -> list[bytes] | None:
-        """Return what every member gives, in their order, on the first one; None on the others."""
+        """Gather every member's data on the first member, in member order; return None on the others."""
 
     def spread(self, data: bytes | None) -> bytes:
-        """Return, on every member, what the first one gives."""
+        """Broadcast the first member's data; return it on every member."""
 
     def close(self) -> None:
-        """Make what is pending fail."""
+        """Make pending calls fail."""
 
 
 class Words(Protocol):
-    """What the ranks that go have left for the others."""
+    """The messages that leaving ranks write for the others."""
 
     def leave_word(self, text: str) -> None:
-        """Write down why this rank goes, for those whose gathers are about to fail."""
+        """Write the reason why this rank leaves, for ranks whose gathers are about to fail."""
 
     def word(self) -> str | None:
-        """Return the last message of a rank that has left."""
+        """Return the reason that a rank has left behind; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Circle:
-    """One small group: its level, 0 for neighbours, and its members, whose first one leads it."""
+    """One small group: its level, 0 for neighbours, and its members, the first of which leads it."""
 
     level: int
     members: tuple[int, ...]
 
 
 def circles(members: Sequence[int], rank: int, neighbours: int = _NEIGHBOURS) -> list[Circle]:
-    """Return the groups that a rank is in, the lowest first.
+    """Return the groups of a rank, the lowest level first.
 
     Args:
         members: all ranks, ascending.
@@ -76,7 +76,7 @@ def circles(members: Sequence[int], rank: int, neighbours: int = _NEIGHBOURS) ->
 
 
 class Tree:
-    """The groups of one rank, and how what they say is joined and told.
+    """The groups of one rank: collects partials upwards, spreads the merged one downwards.
 
     Args:
         connect: makes a small group.
@@ -99,7 +99,7 @@ class Tree:
             self._groups.append((connect(circle), circle.members[0] == rank))
 
     def merge(self, own: Partial) -> tuple[Partial, Partial]:
-        """Return what all ranks say; and the reports, which only the first rank hears.
+        """Return the merged partial of all ranks, and the reports, which only the first rank gets.
 
         Raises:
             ValueError: what another rank sends cannot be read.
@@ -127,19 +127,19 @@ class Tree:
         return (own if told is None else unpacked(data)), reports
 
     def close(self) -> None:
-        """Make what is pending fail, on all levels."""
+        """Make pending calls fail, on all levels."""
         for group, _ in self._groups:
             with suppress(Exception):  # the others have to fail as well
                 group.close()
 
 
 def packed(partial: Partial) -> bytes:
-    """Return the bytes that go over the network: rows of ranks that are alike have most of theirs in common."""
+    """Compress a partial for the network: rows of similar ranks share most of their bytes."""
     return zlib.compress(partial.encode(), 1)
 
 
 def unpacked(data: bytes) -> Partial:
-    """Return what has come over the network.
+    """Decompress and decode a partial from the network.
 
     Raises:
         ValueError: it cannot be read.

@@ -1,4 +1,4 @@
-"""The exchange of many ranks: the same tick loop, over a tree, with what all need in the place of everybody's rows.
+"""The exchange of many ranks: the same tick loop over a tree, with a summary instead of every rank's row.
 
 A tick tells every rank the same: of each step the classes of ranks that are equal, the rows of those that are first in
 something, and messages. Equal messages of several ranks come as one. A *report* goes to the first member alone, which

@@ -1,1 +1,1 @@
-"""The facts of a run, folded out of what it has recorded, and in what two runs differ. Torch-free."""
+"""The facts of a run, derived from its records, and differences between two runs. Torch-free."""

@@ -1,4 +1,4 @@
-"""The facts of a run directory or a file, and in what those of two runs differ. Torch-free."""
+"""The facts of a run directory or a file, and differences between those of two runs. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that is said of two runs otherwise.
+    """A fact that differs between two runs.
 
     Args:
         about: what has changed alike, together.
@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """The difference for a person's eye."""
+        """The difference in words."""
         values = f"was {self.one}, now {self.other}"
         if self.other is None:
             values = f"was {self.one}, now nothing is known of it"
@@ -53,7 +53,7 @@ class Difference:
 
 
 def facts_of(path: Path) -> Facts:
-    """Return the facts of a run directory, or those in a file.
+    """Return the facts of a run directory or of a facts file.
 
     Raises:
         UsageError: there is no such run, it has no steps, or the file holds no facts.
@@ -75,7 +75,7 @@ def facts_of(path: Path) -> Facts:
 
 
 def differences(one: Facts, other: Facts) -> list[Difference]:
-    """Return in what two runs differ, in the order of the contracts, where both have come far enough to show it."""
+    """Return the facts that differ between two runs, in the order of the contracts, as far as both runs came."""
     left, right = ({fact.key: fact for fact in facts.facts} for facts in (one, other))
     alike: dict[tuple[int, str, str | None, str | None], list[tuple[Fact, int]]] = defaultdict(list)
     for key in {**left, **right}:
@@ -129,7 +129,7 @@ def _together(subjects: Sequence[str]) -> str:
 
 
 def listed(facts: Facts) -> Iterator[str]:
-    """Yield the facts as lines under the names of their contracts, subjects of which the same is said together."""
+    """Yield the facts as lines under the names of their contracts; subjects with equal facts share a line."""
     alike, contract = defaultdict[tuple[int, str, str], list[str]](list), 0
     for fact in facts.facts:
         alike[fact.contract, fact.statement, fact.shown].append(fact.subject)

@@ -1,4 +1,4 @@
-"""A fact of a run, its file, and how values are folded over steps. Torch-free."""
+"""A fact of a run, its file format, and the folding of values over steps. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact(Struct):
-    """What held in a run.
+    """A statement about a run that held over some steps.
 
     Args:
         contract: a number of `CONTRACTS`.
@@ -62,7 +62,7 @@ class Fact(Struct):
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """By which it is looked up in another run."""
+        """The key by which the fact is looked up in another run."""
         return self.contract, self.statement, self.subject
 
     @property
@@ -81,7 +81,7 @@ class Facts(Struct):
     facts: tuple[Fact, ...]
 
     def text(self) -> str:
-        """Return the file, whose lines change as little as the facts do."""
+        """Return the text of the facts file; small changes of the facts change few lines."""
         record: dict[str, Any] = to_json(self)
         plain = {f.name: f.default for f in fields(Fact)}
         kept = ({key: value for key, value in fact.items() if value != plain[key]} for fact in record.pop("facts"))
@@ -90,7 +90,7 @@ class Facts(Struct):
 
 
 def read_file(file: Path) -> Facts:
-    """Read what `text` made; raise UsageError on anything else."""
+    """Parse a facts file as `text` makes it; raise UsageError if it is malformed."""
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise UsageError(f"{str(file)!r} is too large for a file of facts")
@@ -117,13 +117,13 @@ def _is_sound(fact: Fact) -> bool:
 def about(
     contract: int, subject: str, statement: str, value: str | float = "", first: int = 0, last: int = 0, **more: Any
 ) -> Fact:
-    """Return a fact that was looked at from one step to another."""
+    """Return a fact that was observed from one step to another."""
     last = max(first, last)
     return Fact(contract=contract, subject=subject, statement=statement, value=value, first=first, last=last, **more)
 
 
 def over(fact: Fact, values: Iterable[tuple[int, Any]], words: Callable[[Any], str] = str) -> Iterable[Fact]:
-    """Yield a fact of the values that were seen at steps, one after the other as they came first; none without any."""
+    """Yield a fact of the distinct values over steps, in order of first appearance; none without any value."""
     seen, first, last = dict[str, None](), 0, -1
     for step, value in values:
         last = step
@@ -138,14 +138,14 @@ def over(fact: Fact, values: Iterable[tuple[int, Any]], words: Callable[[Any], s
 
 
 def how_often(fact: Fact, values: Iterable[tuple[int, bool]]) -> Iterable[Fact]:
-    """Yield a fact of whether something was so in each step, in some, or never."""
+    """Yield a fact of how often a condition held: in each step, in some steps, or never."""
     known = {True: "in each step", False: "never"}
     for found in over(fact, values, lambda value: known[bool(value)]):
         yield found if found.value in known.values() else replace(found, value="in some steps")
 
 
 def how_much(fact: Fact, values: Iterable[tuple[int, bool]]) -> Iterable[Fact]:
-    """Yield a fact of whether something is so in many steps or in few; none where one cannot say.
+    """Yield a fact of whether a condition holds often or rarely; none if its share lies between.
 
     It was known when the share has come to where it stays.
     """
@@ -161,6 +161,6 @@ def how_much(fact: Fact, values: Iterable[tuple[int, bool]]) -> Iterable[Fact]:
 
 
 def middle(values: Iterable[float]) -> float | None:
-    """Return the median of what is finite; None where nothing is."""
+    """Return the median of the finite values; None if there are none."""
     known = sorted(value for value in values if math.isfinite(value))
     return known[len(known) // 2] if known else None

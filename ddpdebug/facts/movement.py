@@ -1,4 +1,4 @@
-"""Contracts 1 and 2: who moves each parameter and buffer, and which modules are in train mode. Torch-free."""
+"""Contracts 1 and 2: which optimizer updates each parameter and buffer, and the modules' modes. Torch-free."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SETTINGS_DIFFER = 1.0001
 
 
 def facts(seen: Seen) -> Iterator[Fact]:
-    """Yield what is known of who moves, and of modes."""
+    """Yield facts about updates of parameters and buffers, and about module modes."""
     for one in seen.first_rank(Structure):
         prefix = f"ddp{one.number}." if one.number else ""
         for kind, name, _, _, trains in one.value.entries[:_MAX_NAMES]:

@@ -1,4 +1,4 @@
-"""Contracts 8 to 10: in what ranks agree and differ, signals and memory of the model, how the run ended. Torch-free."""
+"""Contracts 8 to 10: agreement of ranks, signals and memory of the model, the end of the run. Torch-free."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _DRAWN = 15
 
 
 def facts(seen: Seen) -> Iterator[Fact]:
-    """Yield what is known of ranks, signals, memory and ends."""
+    """Yield facts about ranks, signals, memory and the ranks' outcomes."""
     if seen.world > 1:
         yield from _steps(seen)
         yield from _beginnings(seen)

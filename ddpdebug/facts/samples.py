@@ -1,4 +1,4 @@
-"""Contracts 3 and 4: what is loaded, and which samples come, how often, to whom. Torch-free."""
+"""Contracts 3 and 4: loads of state dicts, and samples: which ones, how often, on which rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANCE, _SHARE, _STATISTIC, _SIZE = 1.5, 2.0, 2.0, 1.3
 
 
 def facts(seen: Seen) -> Iterator[Fact]:
-    """Yield what is known of loads and samples."""
+    """Yield facts about loads and samples."""
     for optimizer, steps in seen.steps.items():
         loads = ((step.step, step.any(Flag.LOADED)) for step in steps)
         yield from how_often(about(3, f"optimizer {optimizer}", "something is loaded before its step"), loads)

@@ -1,4 +1,4 @@
-"""Contracts 5 to 7: how large losses, gradients and rates are, the order of calls, number types. Torch-free."""
+"""Contracts 5 to 7: sizes of losses, gradients and learning rates, the order of calls, number types. Torch-free."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _SCALER_SETTLES = 4
 
 
 def facts(seen: Seen) -> Iterator[Fact]:
-    """Yield what is known of scale, order and numbers."""
+    """Yield facts about scale, order and number types."""
     for optimizer, steps in seen.steps.items():
         name = f"optimizer {optimizer}"
         yield from _rates(name, steps)

@@ -1,4 +1,4 @@
-"""What is read of a run directory for its facts: a bounded part of what was recorded. Torch-free."""
+"""The records of a run directory that its facts are derived from: a bounded part of all records. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ D = TypeVar("D", bound=Detail)
 
 
 class Said(NamedTuple, Generic[A]):
-    """What a rank has announced: the number behind the topic, the announcement, and the step by which it was known."""
+    """An announcement of a rank: the number behind its topic, its value, and the step by which it was known."""
 
     rank: int
     number: int
@@ -34,7 +34,7 @@ class Said(NamedTuple, Generic[A]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A run as it was recorded.
+    """The records of a run.
 
     Args:
         steps: of each optimizer.
@@ -49,13 +49,13 @@ class Seen:
 
     @property
     def last(self) -> int:
-        """The newest step of all."""
+        """The newest step of all optimizers."""
         return max((steps[-1].step for steps in self.steps.values() if steps), default=0)
 
     def fact(
         self, contract: int, subject: str, statement: str, value: str | float, first: int = 0, **more: Any
     ) -> Fact:
-        """Return a fact that was known by a step, and held until the end."""
+        """Return a fact that was known at a step and held until the end."""
         last = max(first, self.last)
         return Fact(
             contract=contract, subject=subject, statement=statement, value=value, first=first, last=last, **more
@@ -66,13 +66,13 @@ class Seen:
         return [one for one in self.said if isinstance(one.value, kind)]
 
     def first_rank(self, kind: type[A]) -> list[Said[A]]:
-        """Return those of the lowest rank that has made any."""
+        """Return the announcements of one class by the lowest rank that has made any."""
         found = self.of(kind)
         lowest = min((one.rank for one in found), default=0)
         return [one for one in found if one.rank == lowest]
 
     def details(self, kind: type[D]) -> Iterator[tuple[int, int, D]]:
-        """Yield (optimizer, step, detail) of one class, of the lowest rank that has given any of an optimizer."""
+        """Yield (optimizer, step, detail) of one class, by each optimizer's lowest rank that has given any."""
         found = [(optimizer, step, rank, one) for optimizer, step, rank, one in self.answers if isinstance(one, kind)]
         lowest: dict[int, int] = {}
         for optimizer, _, rank, _ in found:
@@ -81,7 +81,7 @@ class Seen:
 
 
 def read(directory: Path) -> Seen:
-    """Read a run directory.
+    """Read the records of a run directory.
 
     Raises:
         ValueError: it is not that of a run, or its rows have the layout of another version.
@@ -117,12 +117,12 @@ def read(directory: Path) -> Seen:
 
 
 def lowest(step: Step) -> Row:
-    """Return the row of the lowest rank."""
+    """Return the row of the lowest rank of a step."""
     return step.rows[min(step.rows)]
 
 
 def column(steps: Iterable[Step], name: str) -> Iterator[tuple[int, Any]]:
-    """Yield (step, value of the lowest rank) of a column, where that is known: neither NaN nor a digest of 0."""
+    """Yield (step, value of the lowest rank) of a column, if the value is known: neither NaN nor a digest of 0."""
     for step in steps:
         value = getattr(lowest(step), name)
         if value == value and not (name.endswith("_digest") and value == 0):  # noqa: PLR0124 - NaN

@@ -1,1 +1,1 @@
-"""Expensive looks, taken on demand."""
+"""Expensive examinations, made on demand."""

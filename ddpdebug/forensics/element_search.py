@@ -1,4 +1,4 @@
-"""The search for the element of a parameter that differs, with its value on each rank.
+"""The search for the first differing element of a parameter, with its value on each rank.
 
 All ranks copy the parameter after the same optimizer step (agreed a little ahead), tell each other the fingerprints of
 its chunks, and then one rank of each opinion sends the first chunk that differs. The values are those of the step at
@@ -58,7 +58,7 @@ class _Search:
 
 
 class Elements:
-    """Runs the searches of one rank.
+    """The element searches of one rank.
 
     `capture` and `last_look` are called on the training thread and know the plans only; the rest, and all searches,
     belong to the background thread. Where a rank cannot make its copy it says so, and all give up the search.
@@ -76,7 +76,7 @@ class Elements:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy has been made whose result is not known yet."""
+        """Whether a copy was made whose search has not ended."""
         return any(search.plan.made is not None for search in self._searches.values())
 
     def begin(self, key: str, optimizer: int, name: str, step: int) -> None:
@@ -85,7 +85,7 @@ class Elements:
         self._plans.add(_kind(optimizer), step, search.plan)
 
     def capture(self, watch: OptimizerWatch, step: int, *, last: bool = False) -> None:
-        """Copy what is due after this step; `last` copies everything planned, because no further step comes."""
+        """Make the copies that are due after this step; with `last` all planned ones, as no further step comes."""
         for plan in self._plans.take(_kind(watch.index), None if last else step):
             elements = None
             try:
@@ -96,11 +96,11 @@ class Elements:
                 plan.made = elements, step
 
     def last_look(self, watch: OptimizerWatch) -> None:
-        """Copy what is planned for an optimizer that will not step again."""
+        """Make the planned copies for an optimizer that will not step again."""
         self.capture(watch, watch.step - 1, last=True)
 
     def miss(self, key: str) -> None:
-        """Announce that this rank has no such parameter any more, so that nobody waits for it."""
+        """Announce that this rank has no such parameter any more, so that no rank waits for it."""
         self._say("element", key=key, stage="none", data=[])
 
     def tick(self) -> None:
@@ -122,7 +122,7 @@ class Elements:
                 self._say("element", key=key, stage="chunks", data=digests, step=search.taken_at)
 
     def hear(self, rank: int, message: Mapping[str, Any], members: int) -> tuple[str, dict[str, Any]] | None:
-        """Take a message; return (key, evidence) when a search has ended with a result."""
+        """Handle a message of a rank; return (key, evidence) when a search has ended with a result."""
         key = str(message["key"])
         search = self._searches.get(key)
         if search is None:
@@ -195,7 +195,7 @@ def _is_alone(search: _Search, position: int, width: int) -> bool:
 
 
 def flipped_bits(one: int, other: int, dtype: torch.dtype) -> list[int]:
-    """Return by which bits two patterns differ, 0 is the lowest; empty where these are not a few.
+    """Return the bits in which two bit patterns differ, 0 is the lowest; empty if more than a few differ.
 
     Steps that came after a flip have changed both values alike, and of a very large one nothing: a high bit of the
     exponent is seen still, the low bits of the mantissa are no evidence any more.

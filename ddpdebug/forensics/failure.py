@@ -1,4 +1,4 @@
-"""What a rank knows about the exception that ends it: where it was raised, and the parameters that its text means."""
+"""The exception that ends a rank: the line that raised it, and the parameters that its text names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def about_error(
     state: StepState,
     alone: Callable[[], AbstractContextManager[bool]] = always_alone,
 ) -> dict[str, Any]:
-    """Return the fields of `Failure` that the exception and the models tell; asks no device, which may have failed.
+    """Return the fields of `Failure` that follow from exception and models; queries no device, which may have failed.
 
     Args:
         error: None where nobody has it: only its text is known then.

@@ -1,4 +1,4 @@
-"""The agreement probe: one batch, rank 0's, goes through every rank's module; equal weights must give equal outputs.
+"""The agreement probe: every rank runs its module on rank 0's batch; equal weights must give equal outputs.
 
 The batch travels in the exchange, never through the job's groups. The forward runs on the inner module in eval mode
 without gradients; random state, modes and buffers are put back bit for bit.
@@ -63,7 +63,7 @@ class AgreementProbe:
         self._plans.add(_KIND, step, (int(message["number"]), tuple(arguments)))
 
     def run(self, wrappers: Sequence[Wrapper], step: int, *, last: bool = False) -> None:
-        """Run what is due after this step."""
+        """Run the probes that are due after this step."""
         for number, arguments in self._plans.take(_KIND, None if last else step):
             module = wrappers[0].module() if wrappers else None
             if module is not None:
@@ -71,7 +71,7 @@ class AgreementProbe:
 
 
 def look(module: torch.nn.Module, arguments: Sequence[Any]) -> Agreement:
-    """Run `module(*arguments)` and return fingerprints of its output and of the weights that made it."""
+    """Run `module(*arguments)` and return fingerprints of its output and of its weights."""
     device = next((p.device for p in internals.parameters(module)), torch.device("cpu"))
     moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
     with undisturbed(module), torch.no_grad(), internals.as_users():
@@ -83,7 +83,7 @@ def look(module: torch.nn.Module, arguments: Sequence[Any]) -> Agreement:
 
 @contextmanager
 def undisturbed(module: torch.nn.Module) -> Iterator[None]:
-    """Switch to eval mode; afterwards modes, buffers and random state are what they were, bit for bit."""
+    """Switch to eval mode; afterwards restore modes, buffers and random state bit for bit."""
     modes = [(m, m.training) for m in internals.modules(module)]
     buffers = [(b, b.detach().clone()) for b in internals.buffers(module)]
     with kept_random_state():
@@ -101,7 +101,7 @@ def undisturbed(module: torch.nn.Module) -> Iterator[None]:
 
 
 def pack(arguments: Sequence[Any]) -> bytes:
-    """Write tensors and plain values as JSON and raw bytes; nothing that runs code when it is read."""
+    """Serialise tensors and plain values as JSON and raw bytes; nothing in them runs code when read."""
     described: list[dict[str, Any]] = []
     raw = io.BytesIO()
     for value in arguments:
@@ -118,7 +118,7 @@ def pack(arguments: Sequence[Any]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Any]:
-    """Read what `pack` wrote."""
+    """Deserialise the result of `pack`."""
     (length,) = struct.unpack_from("<I", data)
     position = 4 + length
     values: list[Any] = []

@@ -1,4 +1,4 @@
-"""Asks once what a language model makes of the token that it shall predict: one forward again with another token.
+"""Tests once whether a language model's output depends on the token to be predicted: one forward with another token.
 
 Nothing happens before the loss is a small share of what it was at first and the targets turn out to be the inputs,
 moved by one position, or before they are the inputs themselves in two early steps; where every step is checked the
@@ -51,7 +51,7 @@ class Relation:
 
 
 def relation(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> Relation | None:
-    """Return how a loss's targets follow from the only inputs that have to do with them; waits for a device."""
+    """Return how a loss's targets follow from the only related inputs; None if unclear. Waits for a device."""
     found = [r for text in _inputs(capture, target) if (r := _relation(text, target, ignored)) is not None]
     moved = [known for known in found if known.moved]  # an argument that is the target itself is the labels
     chosen = moved or found
@@ -62,7 +62,7 @@ def relation(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> Rel
 
 
 def texts(capture: ForwardCapture, target: torch.Tensor) -> list[torch.Tensor]:
-    """Return the arguments of a forward that are tables of tokens as large as the target, or longer by a position."""
+    """Return the forward's arguments that are token tensors as large as the target, or longer by one position."""
     arguments = dict.fromkeys(v for _, v in leaves((capture.args, capture.kwargs)) if is_a(v, torch.Tensor))
     return [v for v in arguments if _is_text(v) and target.numel() in {v.numel(), v.numel() - v.shape[0]}]
 
@@ -99,7 +99,7 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
 
 
 def is_moved_twice(capture: ForwardCapture, target: torch.Tensor, ignored: int) -> bool:
-    """Return whether the targets are tokens of a forward moved by two positions; waits for a device.
+    """Whether the targets are the tokens of a forward shifted by two positions; waits for a device.
 
     Another argument may be what they are moved by one: labels that were moved before the model moves them again.
     """
@@ -126,7 +126,7 @@ class _Pass:
 
 
 def look(capture: ForwardCapture, known: Relation) -> TokenChange | None:
-    """Return what another token changes; None where that cannot be told."""
+    """Return the effect of another token on the outputs; None if it cannot be measured."""
     module = capture.module()
     if module is None or capture.lost() or capture.changed() or _refuses(module):
         return None
@@ -261,7 +261,7 @@ def _change(one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> floa
 
 
 class Leaks:
-    """Decides when to look, for each model once at most. On the training thread.
+    """Decides when to test each model, at most once. On the training thread.
 
     Args:
         children: copies of the process in which a model runs for us; None asks nothing.
@@ -281,7 +281,7 @@ class Leaks:
     def loss(
         self, capture: ForwardCapture, target: torch.Tensor | None, ignored: int, reader: Callable[[], Value]
     ) -> None:
-        """Take the target of a step's loss; its value is read in a later step, when a device has it ready."""
+        """Take the target of a step's loss; its value is read in a later step, when the device has it ready."""
         module = capture.module()
         if module is None or target is None or not texts(capture, target):
             return
@@ -311,7 +311,7 @@ class Leaks:
             self._line = user_location()
 
     def work(self, step: int) -> None:
-        """Have a copy look, if there is a case; what it has seen is announced later."""
+        """Start the test in a copy of the process, if there is a case; its result is announced later."""
         if self._case is None:
             return
         (capture, known, first, low), self._case, line = self._case, None, self._line
@@ -331,7 +331,7 @@ class Leaks:
         self._children.run("probe:leaks", work, 2 * _SECONDS, take)
 
     def drop(self) -> None:
-        """Let go of a forward that is kept."""
+        """Release the forward that is kept."""
         self._case = None
 
 

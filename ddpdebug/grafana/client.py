@@ -1,4 +1,4 @@
-"""The only module that talks to Grafana: wraps grafana-api, its errors and its gaps. Torch-free.
+"""The only module that talks to Grafana: wraps grafana-api, with its errors and its gaps. Torch-free.
 
 grafana-api leaks the errors of its HTTP library, does not encode query strings and knows no dashboard uids; what it
 lacks goes through its session. grafana-client from version 4 on must not take its place: it replaces urllib3 for the
@@ -24,11 +24,11 @@ _TIMEOUT = 5.0
 
 
 class GrafanaError(DdpdebugError):
-    """Grafana did not do what it was asked for; the message never holds the token."""
+    """Grafana refused or failed a request; the message never contains the token."""
 
 
 def read_token(file: Path | None) -> str:
-    """Return the token from the file, or from the environment; raise UsageError when there is none."""
+    """Return the token from a file or from the environment; raise UsageError if there is none."""
     if file is None:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token.strip():
@@ -44,7 +44,7 @@ def read_token(file: Path | None) -> str:
 
 
 class GrafanaUnreachableError(GrafanaError):
-    """Nobody answered at the address; the next request would fare alike."""
+    """The address did not answer; the next request would fail as well."""
 
 
 class Grafana:
@@ -70,7 +70,7 @@ class Grafana:
         ).api
 
     def folder(self, title: str) -> str:
-        """Return the uid of the folder of this title, made where there is none; empty for Grafana's General."""
+        """Return the uid of the folder with this title, made if missing; empty for Grafana's General."""
         if title.casefold() == "general":
             return ""
         page = 1
@@ -84,7 +84,7 @@ class Grafana:
         return str(self._call("POST", "/folders", {"title": title})["uid"])
 
     def push(self, dashboard: Mapping[str, Any], *, folder: str | None = None, force: bool = False) -> str:
-        """Save a dashboard under its uid and return its address; refuse to overwrite what ddpdebug did not make.
+        """Save a dashboard under its uid and return its address; refuse to overwrite one that ddpdebug did not make.
 
         Args:
             folder: the uid of its folder, empty for General; None leaves it where it is.

@@ -1,4 +1,4 @@
-"""The Grafana dashboards as they are shipped; `tools/dashboards` makes them. Importing this loads nothing."""
+"""The shipped Grafana dashboards, which `tools/dashboards` makes. Importing this module loads nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHECKOUT = Path(__file__).parent.parent.parent / "dashboards"
 
 
 def texts() -> dict[str, str]:
-    """Return the text of each dashboard by the name of its file."""
+    """Return the text of each dashboard by file name."""
     directory = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
     return {f"{name}.json": (directory / f"{name}.json").read_text(encoding="utf-8") for name in NAMES}
 

@@ -1,1 +1,1 @@
-"""The hub: one place that shows the runs of a team, from mirrored run directories. Imported by `ddpdebug hub` only."""
+"""The hub: a web service that shows a team's runs from mirrored run directories. Imported by `ddpdebug hub` only."""

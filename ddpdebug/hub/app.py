@@ -1,4 +1,4 @@
-"""The hub's HTTP interface for machines, and the application that holds all pages. Behind `auth.Gate`."""
+"""The hub's HTTP interface for programs, and the ASGI application with all pages. Behind `auth.Gate`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
 
 
 class Api:
-    """The interface for machines.
+    """The HTTP interface for programs.
 
     Args:
         clock: seconds since the epoch.
@@ -186,7 +186,7 @@ class Api:
 
 
 class Feed:
-    """What is new, sent to all that listen: one look at the database a second for all of them, while there are any.
+    """A feed of news for all listeners: one query of the database a second, while there are any.
 
     Args:
         say: told once of each kind of failure, of these looks and of those of the application.
@@ -200,11 +200,11 @@ class Feed:
 
     @property
     def listeners(self) -> int:
-        """How many listen."""
+        """The number of listeners."""
         return len(self._queues)
 
     def listen(self) -> asyncio.Queue[str | None] | None:
-        """Return a queue of events that ends with None; None where too many listen already."""
+        """Return a new listener's queue of events, which ends with None; None if there are too many listeners."""
         if len(self._queues) >= _LISTENERS:
             return None
         if not self._queues:
@@ -214,11 +214,11 @@ class Feed:
         return queue
 
     def leave(self, queue: asyncio.Queue[str | None]) -> None:
-        """Forget a queue."""
+        """Remove a listener's queue."""
         self._queues.discard(queue)
 
     async def run(self) -> None:
-        """Look and publish, for ever."""
+        """Query and publish in an endless loop."""
 
         async def look() -> None:
             if self._queues:
@@ -227,7 +227,7 @@ class Feed:
         await _for_ever(look, _NEWS, self.say, "who listens is told nothing now")
 
     def end(self) -> None:
-        """Let all that listen go."""
+        """End the queues of all listeners."""
         for queue in list(self._queues):
             self._close(queue)
 

@@ -26,13 +26,13 @@ _KNOWN = (schema.run.c.state, schema.run.c.owner, schema.run.c.job)
 
 
 class MirroredRuns:
-    """The runs of a hub, by their keys; their files are copied for as long as they are read."""
+    """The runs of a hub, by their keys; the files of a run are copied while it is read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def newest(self, most: int) -> tuple[Sequence[str], int]:
-        """Return the keys of the newest runs, and how many there are."""
+        """Return the keys of the newest runs, and the number of all runs."""
         key = schema.run.c.key
         with self._store.read() as connection:
             keys = connection.scalars(select(key).order_by(key.desc()).limit(most)).all()
@@ -40,7 +40,7 @@ class MirroredRuns:
 
     @contextmanager
     def opened(self, name: str, *, brief: bool = False) -> Iterator[Path]:
-        """Yield a copy of a run's directory."""
+        """Yield a temporary copy of a run's directory."""
         self.known(name)
         patterns = (RUN, f"%{FINDINGS}") if brief else ("%",)
         with ExitStack() as held:
@@ -49,7 +49,7 @@ class MirroredRuns:
             yield directory
 
     def known(self, name: str) -> Mapping[str, Any]:
-        """Return the state of a run, and whose it is."""
+        """Return the state and the owner of a run."""
         key = derived.text(name)
         with self._store.read() as connection:
             row = connection.execute(select(*_KNOWN).where(schema.run.c.key == key)).mappings().one_or_none()
@@ -59,7 +59,7 @@ class MirroredRuns:
 
 
 class Asked:
-    """The ASGI application that answers them. Nothing of one request is kept for the next one.
+    """The ASGI application that answers programs. It keeps no state between requests.
 
     Args:
         patience: seconds in which the body of a request must have come.
@@ -74,7 +74,7 @@ class Asked:
         self._manager: StreamableHTTPSessionManager = server.session_manager
 
     def run(self) -> AbstractAsyncContextManager[None]:
-        """Return what must be entered for as long as the application answers."""
+        """Return a context to be held for as long as the application answers."""
         return self._manager.run()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:

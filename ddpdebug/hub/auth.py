@@ -1,4 +1,4 @@
-"""Who may read and write: the gate before all of the hub's pages. ASGI middleware, the only place that decides it.
+"""Access control of the hub: the gate before all pages. ASGI middleware, the only place that decides about access.
 
 Without tokens the hub serves this machine alone: it binds a loopback address, and answers only requests that name one,
 so that no page elsewhere can reach it under a name of its own. With tokens machines send `Authorization: Bearer`, and
@@ -53,7 +53,7 @@ _LOGIN = """<!doctype html>
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one of this machine alone."""
+    """Whether a host name or address is a loopback one."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -84,11 +84,11 @@ class Auth:
 
     @property
     def required(self) -> bool:
-        """Whether nobody gets in without a token."""
+        """Whether a token is required."""
         return bool(self._tokens)
 
     def level(self, token: str) -> str | None:
-        """Return what a token is for, `read` or `write`."""
+        """Return the access level of a token, `read` or `write`; None if it is unknown."""
         found = None
         for level, known in self._tokens.items():  # all of them, however long that takes
             if hmac.compare_digest(_hash(token), _hash(known)):
@@ -96,11 +96,11 @@ class Auth:
         return found
 
     def cookie(self, level: str) -> str:
-        """Return what a browser keeps in the place of a token; another token makes it void."""
+        """Return the cookie that a browser keeps instead of a token; a new token makes it invalid."""
         return f"{level}.{hmac.new(self._tokens[level].encode(), level.encode(), hashlib.sha256).hexdigest()}"
 
     def level_of_cookie(self, value: str) -> str | None:
-        """Return what a cookie is for."""
+        """Return the access level of a cookie; None if it is invalid."""
         level = value.partition(".")[0]
         known = self.cookie(level) if level in self._tokens else ""
         return level if known and hmac.compare_digest(_hash(value), _hash(known)) else None
@@ -111,7 +111,7 @@ def _hash(text: str) -> bytes:
 
 
 class Gate:
-    """Lets through to the application who may; `scope["access"]` is then `read` or `write`."""
+    """ASGI middleware that passes on permitted requests only; `scope["access"]` is then `read` or `write`."""
 
     def __init__(self, app: App, auth: Auth) -> None:
         self._app, self._auth = app, auth
@@ -181,7 +181,7 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
 
 
 def routes(auth: Auth) -> list[Route]:
-    """Return the pages by which a browser logs in and out."""
+    """Return the routes of the pages for logging in and out."""
 
     async def login(request: Request) -> Response:
         if request.method == "GET":

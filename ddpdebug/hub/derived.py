@@ -1,4 +1,4 @@
-"""What the hub concludes from the mirrored files of a run: its row, its ranks, findings and summary.
+"""The hub's rows about a run, derived from its mirrored files: run, ranks, findings and summary.
 
 The readers are those of a run directory, on a copy of the files that they need, so that the hub says of a run what
 `ddpdebug report` says. Only rows and observations, which grow without end, are read piece by piece: how far stands in
@@ -42,19 +42,19 @@ _TOLD = (b'"place"', b'"end"')
 
 
 def text(value: object, most: int = 300) -> str:
-    """Return a text that every database stores, of at most so many characters; empty for anything else."""
+    """Return a text that every database stores, of at most `most` characters; empty for anything else."""
     if not isinstance(value, str):
         return ""
     return value[:most].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def number(value: object) -> int | None:
-    """Return a whole number that every database stores."""
+    """Return an integer that every database stores; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST else None
 
 
 def seconds(value: object) -> float | None:
-    """Return a time of ISO 8601 as seconds since the epoch."""
+    """Return an ISO 8601 time as seconds since the epoch; None for anything else."""
     with suppress(ValueError, OverflowError):
         found = datetime.fromisoformat(str(value)[:40])
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
@@ -62,7 +62,7 @@ def seconds(value: object) -> float | None:
 
 
 def document(data: bytes | None) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where there is none."""
+    """Return the JSON object in a file; None if there is none."""
     with suppress(ValueError, RecursionError):
         value = json.loads((data or b"").decode("utf-8", "replace"))
         return value if isinstance(value, dict) else None
@@ -75,7 +75,7 @@ def dumped(value: object) -> str:
 
 
 def is_deep(value: object) -> bool:
-    """Whether a value of JSON is nested deeper than one that a run writes."""
+    """Whether a JSON value is nested deeper than a run ever writes."""
     level = [value]
     for _ in range(_DEEPEST):
         held = [each for each in level if isinstance(each, dict | list)]
@@ -86,7 +86,7 @@ def is_deep(value: object) -> bool:
 
 
 def of_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of `run` that `run.json` has."""
+    """Return the columns of table `run` that follow from `run.json`."""
     command = run.get("command")
     words = [text(word, 1000) for word in command[:100]] if isinstance(command, list) else []
     world = number(run.get("world"))
@@ -102,7 +102,7 @@ def of_run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_finding(finding: Finding, place: int) -> dict[str, Any]:
-    """Return the columns of `finding`, but for its run and the time at which the hub has seen it."""
+    """Return the columns of table `finding`, except its run and the time at which the hub first saw it."""
     kind = re.sub(r"\W*\d+\W*", "", text(finding.subject[0] if finding.subject else "", 200).rpartition(".")[2])
     return {
         "id": text(finding.id, 200) or f"{finding.code}#{place}",
@@ -123,7 +123,7 @@ def of_finding(finding: Finding, place: int) -> dict[str, Any]:
 
 
 def of_rank(path: str, data: bytes, run_id: str) -> dict[str, Any]:
-    """Return the columns of `rank` that a file in its folder has."""
+    """Return the columns of table `rank` that follow from a file in the rank's folder."""
     name = path.rpartition("/")[2]
     if name == "stacks.txt":
         return {"stacks": text(data.decode("utf-8", "replace"), 1 << 16)}
@@ -143,7 +143,7 @@ def of_rank(path: str, data: bytes, run_id: str) -> dict[str, Any]:
 
 
 def told(lines: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield columns of ranks from observations: on which device they are, and how those on other nodes have ended."""
+    """Yield (rank, columns) with the device and the outcome that ranks announced, from lines of observations."""
     for line in lines.splitlines():
         if not any(topic in line for topic in _TOLD):
             continue
@@ -162,7 +162,7 @@ def told(lines: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the rows of a run have what is summarised; each version of ddpdebug has its own."""
+    """The positions of summarised values in the rows of a run; each version of ddpdebug has its own."""
 
     row: struct.Struct
     read: Any  # row -> rank, step, optimizer, flags, loss, seconds
@@ -186,7 +186,7 @@ def _layout(version: int, form: str, fields: tuple[str, ...]) -> Layout | None:
 
 
 def layout_of(run: Mapping[str, Any]) -> Layout | None:
-    """Return the layout of a run's rows; None where they cannot be read."""
+    """Return the layout of a run's rows; None if they cannot be read."""
     told = run.get("layout")
     if not isinstance(told, dict) or not isinstance(fields := told.get("fields"), list):
         return None
@@ -196,7 +196,7 @@ def layout_of(run: Mapping[str, Any]) -> Layout | None:
 
 @dataclass(slots=True)
 class Bucket:
-    """The steps of one rank that are shown as one, as a row of `summary` has them."""
+    """The sums over a span of steps of one rank, as a row of table `summary` holds them."""
 
     first_step: int
     last_step: int
@@ -209,7 +209,7 @@ class Bucket:
     differing: int = 0
 
     def add(self, step: int, loss: float, taken: float) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.first_step, self.last_step = min(self.first_step, step), max(self.last_step, step)
         self.steps += 1
         if math.isfinite(loss):
@@ -219,7 +219,7 @@ class Bucket:
 
 
 class Folding:
-    """Rows that have come, folded into buckets of `width` steps.
+    """New rows of a run, folded into buckets of `width` steps.
 
     Args:
         rate: steps a second over about a minute, as far as it is known.
@@ -232,7 +232,7 @@ class Folding:
         self._world = world or 1 << 20
 
     def take(self, data: bytes, at: int, layout: Layout) -> int:
-        """Take in what a file of rows holds from `at` on; return until where."""
+        """Fold the rows in a piece of a file that begins at `at`; return the position up to which it was read."""
         size = layout.row.size
         if at == 0:
             if len(data) < _HEADER.size:
@@ -276,7 +276,7 @@ class Folding:
 
 
 def merged(buckets: Iterable[tuple[tuple[int, int], Bucket]], times: int) -> dict[tuple[int, int], Bucket]:
-    """Return buckets `times` as wide, by rank and number; those of a rank come in the order of their steps."""
+    """Join buckets into ones `times` as wide, by rank and number; those of a rank come in the order of their steps."""
     found: dict[tuple[int, int], Bucket] = {}
     for (rank, place), bucket in buckets:
         one = found.setdefault((rank, place // times), bucket)

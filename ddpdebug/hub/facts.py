@@ -1,4 +1,4 @@
-"""What ran, by name. Pure."""
+"""Facts about the program of a run: script, arguments, versions, settings, place. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_FACTS, _MAX_TEXT = 400, 200
 
 
 def facts(document: Mapping[str, Any]) -> Facts:
-    """Return what ran, by name: the script and its arguments, versions, settings and the place; of a `run.json`."""
+    """Return facts of a `run.json` by name: the script and its arguments, versions, settings and place."""
     found: dict[str, str] = {}
 
     def add(name: object, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Reads what is posted to the hub: compressed lines of JSON from whoever has the token, within fixed bounds."""
+"""Parsing of batches that are posted to the hub: compressed lines of JSON, within fixed bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_LINE, _MAX_COMMAS = 2 * BATCH * 4 // 3 + 1024, 200
 
 
 class BadBatchError(Exception):
-    """What was posted is no batch; the status is that of HTTP."""
+    """A posted body is no batch; `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class BadBatchError(Exception):
 
 
 class Batch(NamedTuple):
-    """Pieces of a run's files, and what the answer is to have."""
+    """Pieces of a run's files; `all_files` asks for an answer about all files of the run."""
 
     run: str
     source: str
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def unpack(body: bytes) -> bytes:
-    """Return what a gzip body holds; raise BadBatchError where that is too much, or no such body."""
+    """Decompress a gzip body; raise BadBatchError if it is too large or malformed."""
     reader = zlib.decompressobj(wbits=31)
     try:
         data = reader.decompress(body, MAX_UNPACKED + 1)

@@ -1,4 +1,4 @@
-"""What the hub reports to other services: webhooks for findings and for runs that are lost or fail.
+"""Webhooks of the hub: messages about findings and about runs that are lost or fail.
 
 Each message is a row before it is sent, so that a hub that is killed sends it later, and of several hubs on one
 database one does. Who has the same message twice has it because a hub was killed between sending and noting it.
@@ -51,7 +51,7 @@ _COLORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """A webhook, and what is sent to it.
+    """A webhook, and a filter for the messages that it gets.
 
     Args:
         name: in the file, and in what the hub says of it; the address is a secret.
@@ -67,12 +67,12 @@ class Hook:
     states: frozenset[str] = frozenset({"lost", "failed"})
 
     def wants(self, code: str, severity: str) -> bool:
-        """Whether such findings are sent to it."""
+        """Whether findings of a code and severity are sent to the webhook."""
         return Severity.parse(severity) >= self.severity and any(fnmatchcase(code, each) for each in self.codes)
 
 
 def read_hooks(path: Path) -> tuple[Hook, ...]:
-    """Return the webhooks of a file of TOML: a table for each, `[NAME]` with `url`, `codes`, `severity` and `states`.
+    """Return the webhooks of a TOML file: a table for each, `[NAME]` with `url`, `codes`, `severity` and `states`.
 
     Raises:
         UsageError: it cannot be read, or something in it is not understood.
@@ -114,7 +114,7 @@ Post = Callable[[str, bytes], tuple[int, float]]
 
 
 class Outgoing:
-    """The messages of a hub.
+    """The outgoing messages of a hub.
 
     Args:
         address: the hub's, for links.
@@ -138,12 +138,12 @@ class Outgoing:
         self._thread = threading.Thread(target=self._run, name="ddpdebug-hub-outgoing", daemon=True)
 
     def start(self) -> None:
-        """Look for news every few seconds, in a thread, where a webhook wants them."""
+        """Look for news every few seconds in a thread, if there is a webhook."""
         if self._hooks:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread; what was not sent is sent by the next hub."""
+        """End the thread; the next hub sends the remaining messages."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_TIMEOUT + 1)
@@ -158,7 +158,7 @@ class Outgoing:
                     self._say(f"nothing is sent to webhooks: {reason}: {' '.join(str(error).split())[:200]}")
 
     def look(self) -> int:
-        """Note what is new, and send what is due; return how many messages were sent."""
+        """Record new messages and send those that are due; return the number of messages sent."""
         self._note_new()
         return sum(self._send_to(target) for target in self._waited_for())
 

@@ -1,4 +1,4 @@
-"""The pages of the hub, made on the server from what the store has; all of the jobs' is escaped by the templates."""
+"""The pages of the hub, rendered on the server from the store; templates escape all texts of jobs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _RefusedError(Exception):
 
 
 def routes(store: Store) -> list[Route]:
-    """Return the routes of the pages, which stand behind `auth.Gate`."""
+    """Return the routes of the pages, to be served behind `auth.Gate`."""
     pages = _Pages(store)
     return [
         Route("/", pages.answer(pages.runs)),

@@ -1,4 +1,4 @@
-"""What pages show, read from the store: a few statements for each page, none of which reads rows of a run.
+"""Queries for the pages: a few statements per page, none of which reads rows of a run.
 
 Every text that a browser has sent is a bound parameter.
 """
@@ -42,7 +42,7 @@ SORTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is asked of the list of runs."""
+    """The filter, order and page of the list of runs."""
 
     state: str = ""
     q: str = ""
@@ -52,7 +52,7 @@ class Asked:
 
     @property
     def narrow(self) -> bool:
-        """Whether some runs are left out."""
+        """Whether the filter excludes runs."""
         return bool(self.state or self.q or self.code)
 
 
@@ -67,7 +67,7 @@ def runs(connection: Connection, asked: Asked) -> tuple[list[Row[Any]], bool]:
 
 
 def counts(connection: Connection, asked: Asked) -> dict[str, int]:
-    """Return how many runs are in each state, of those that are asked for otherwise."""
+    """Return the number of runs in each state that pass the rest of the filter."""
     found = _asked(select(_run.state, func.count().label("runs")), asked).group_by(_run.state)
     return {row.state: row.runs for row in connection.execute(found)}
 
@@ -83,12 +83,12 @@ def _asked(statement: Select[Any], asked: Asked) -> Select[Any]:
 
 
 def run(connection: Connection, key: str) -> Row[Any] | None:
-    """Return a run with its document."""
+    """Return a run with its document; None if there is none."""
     return connection.execute(select(schema.run).where(_run.key == key)).one_or_none()
 
 
 def sparks(connection: Connection, shown: Sequence[Row[Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the losses of the lowest rank of each run, thinned to what a small curve shows."""
+    """Return the losses of rank 0 of each run, thinned to the points of a small curve."""
     curves: dict[str, list[tuple[int, float]]] = {one.key: [] for one in shown}
     alike: dict[tuple[int, int], list[str]] = {}
     for one in shown:
@@ -108,7 +108,7 @@ def sparks(connection: Connection, shown: Sequence[Row[Any]]) -> dict[str, list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Series of a run for its charts: of all ranks together, and who was outvoted when."""
+    """Series of a run for its charts: over all ranks together, and the outvoted ranks over the steps."""
 
     steps: tuple[int, int] = (0, 1)
     loss: Mapping[str, Points] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Curves:
 
 
 def curves(connection: Connection, key: str) -> Curves:
-    """Return the series of a run."""
+    """Return the chart series of a run."""
     loss, seconds = _summary.loss_sum / func.nullif(_summary.losses, 0), _summary.seconds_sum / _summary.steps
     found = select(
         func.min(_summary.first_step),
@@ -169,14 +169,14 @@ def ranks(connection: Connection, key: str) -> list[Row[Any]]:
 
 
 def document(connection: Connection, key: str, path: str) -> Any:
-    """Return a mirrored JSON document; None where there is none, or it cannot be read."""
+    """Return a mirrored JSON document; None if there is none or it cannot be parsed."""
     where = (schema.chunk.c.run == key, schema.chunk.c.path == path, schema.chunk.c.start == 0)
     data = connection.scalar(select(schema.chunk.c.data).where(*where))
     return None if data is None else parsed(data)
 
 
 def parsed(text: str | bytes | None) -> Any:
-    """Return what a JSON text holds; None where it cannot be read."""
+    """Parse a JSON text; None if it is malformed."""
     try:
         return json.loads(text or "null")
     except (ValueError, RecursionError):
@@ -210,7 +210,7 @@ def groups(connection: Connection, since: float, *, group: str | None = None) ->
 
 
 def sizes(connection: Connection, names: Iterable[str]) -> dict[str, Row[Any]]:
-    """Return group -> the number of runs that have it, and when the hub heard of it last."""
+    """Return, for each group of findings, the number of runs that have it, and when the hub last heard of it."""
     number, told = func.count(distinct(_finding.run)).label("runs"), func.max(_finding.first_seen).label("told")
     found = select(_finding.group, number, told).where(_finding.group.in_(list(names))).group_by(_finding.group)
     return {row.group: row for row in connection.execute(found)}

@@ -1,4 +1,4 @@
-"""Serves the hub: its socket, its database, its application and what it watches, until a signal ends it."""
+"""The hub's server: socket, database, application and watched directories, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATIENCE = 3
 
 
 class Serving:
-    """A hub that is about to serve.
+    """A hub with its address bound and its database open, ready to serve.
 
     Args:
         data: a file, or the URL of a database.
@@ -66,7 +66,7 @@ class Serving:
         self._app = create(self._store, tokens, pages=routes(self._store), feed=self._feed, keep=keep, most=most)
 
     def tell(self, hooks: Sequence[Hook], address: str) -> None:
-        """Report to others what is new, from `run` on.
+        """Send webhooks while the hub runs.
 
         Args:
             address: by which people reach the hub; the default is where it serves.
@@ -106,22 +106,22 @@ def _say(message: str) -> None:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where no request comes; by itself uvicorn waits for ever for the rest of one."""
+    """A connection that is closed if no complete request comes in time; uvicorn alone would wait for ever."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begin."""
+        """Start the time limit of the first request."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
+        """Pass on received data, and renew or suspend the time limit."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Cancel the time limit."""
         super().connection_lost(exc)
         self._forget()
 

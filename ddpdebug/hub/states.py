@@ -1,4 +1,4 @@
-"""The state of a run as the hub shows it: from what the run has written, and from how long nobody has heard of it.
+"""The state of a run as the hub shows it: from the run's files, and from the time since the last sign of life.
 
 Pure. The only place that decides which of `STATES` a run is in.
 """
@@ -22,7 +22,7 @@ _HANGS = frozenset(state.label for state in WaitState if state.is_hang)
 
 
 class Told(NamedTuple):
-    """What is known of how a run ended: `run.json`, the outcomes of its ranks, and `check.json`."""
+    """The files of a run that show how it ended: `run.json`, the outcomes of its ranks, and `check.json`."""
 
     run: Mapping[str, Any]
     outcomes: Mapping[int, Mapping[str, Any]] = {}
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the hub says of a run."""
+    """The state, outcome and severity that the hub shows of a run."""
 
     state: str  # one of STATES
     outcome: str | None = None

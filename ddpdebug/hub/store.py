@@ -1,4 +1,4 @@
-"""The database of the hub: mirrored run directories, and what is derived from them. SQLite or Postgres, by URL.
+"""The database of the hub: mirrored run directories, and tables derived from them. SQLite or Postgres, by URL.
 
 What a run has written is the truth; a batch of it and all that follows from that are one transaction, so that a hub
 that is killed, or has no room left, shows what it showed before. One batch of a run at a time, in however many hubs.
@@ -67,11 +67,11 @@ _SHOWN = tuple(column for column in run.c if column.name not in {"document", "wi
 
 
 class NotWantedError(Exception):
-    """A batch of a run that the hub has deleted, or that names no run."""
+    """A batch was refused: the hub has deleted its run, or it names no run."""
 
 
 class Store:
-    """The runs that a hub knows.
+    """The database of a hub's runs.
 
     Args:
         place: a file for SQLite, or a URL of SQLAlchemy (`postgresql+psycopg://...`).
@@ -113,7 +113,7 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Yield a connection that sees one moment of the database."""
+        """Yield a connection for a consistent read."""
         with self._engine.connect() as connection:
             if not self._is_sqlite:
                 connection.execution_options(isolation_level="REPEATABLE READ")
@@ -121,7 +121,7 @@ class Store:
 
     @contextmanager
     def write(self, key: str = "") -> Iterator[Connection]:
-        """Yield a connection whose changes are kept together, or not at all; one at a time for each run.
+        """Yield a connection whose changes form one transaction; one at a time for each run.
 
         Args:
             key: of the run that is written.
@@ -135,7 +135,7 @@ class Store:
             yield connection
 
     def put(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], **other: _Change) -> None:
-        """Insert rows, or change those columns of the ones that are there which the rows name.
+        """Insert rows; update the given columns of rows that exist.
 
         Args:
             other: column -> what a row that is there gets instead: always the same for the same columns of a table.
@@ -181,7 +181,7 @@ class Store:
     def receive(
         self, key: str, source: str, pieces: Iterable[Piece], *, all_files: bool = False, at: float | None = None
     ) -> dict[str, Held]:
-        """Take in pieces of a run's files; return what there is now of these files, of what is taken at all.
+        """Store pieces of a run's files; return size and digest of each of these files as stored now.
 
         Args:
             source: `push`, `watch` or `import`.
@@ -458,7 +458,7 @@ class Store:
         }
 
     def look_again(self) -> list[str]:
-        """Find runs that went silent, or are heard again; return those whose state has changed."""
+        """Update the states of runs that went silent or are heard again; return those whose state changed."""
         now = self.clock()
         self._begun = min(self._begun, now)  # the clock may be set back
         if now - self._looked > _STOOD_STILL:
@@ -495,7 +495,7 @@ class Store:
     # --- what is asked ------------------------------------------------------------------------------------------------
 
     def is_over(self, key: str, digest: str | None = None) -> bool:
-        """Whether a run is known and has ended; with a digest, whether that of its `run.json` is the same."""
+        """Whether a run is known and has ended; with a digest, whether that of its stored `run.json` is the same."""
         with self.read() as connection:
             state = connection.execute(select(run.c.state).where(run.c.key == key)).scalar()
             known = select(file.c.digest).where(file.c.run == key, file.c.path == RUN)
@@ -529,7 +529,7 @@ class Store:
             return [dict(row) for row in connection.execute(statement).mappings()]
 
     def run(self, key: str) -> dict[str, Any] | None:
-        """Return all that is known of a run; None where there is none."""
+        """Return all columns of a run; None if there is none."""
         key = derived.text(key)
         with self.read() as connection:
             row = connection.execute(select(run).where(run.c.key == key)).mappings().first()
@@ -567,7 +567,7 @@ class Store:
         return [{**_without(row, "document"), "finding": json.loads(row["document"])} for row in rows]
 
     def targets(self) -> list[tuple[str, int, str, str]]:
-        """Return run, rank, node and address of the metrics that ranks of live runs serve."""
+        """Return run, rank, node and address of the metrics endpoints of live runs."""
         statement = (
             select(rank.c.run, rank.c.rank, rank.c.node, rank.c.metrics_url)
             .join(run, run.c.key == rank.c.run)
@@ -578,7 +578,7 @@ class Store:
             return [(row.run, row.rank, row.node or "", row.metrics_url) for row in connection.execute(statement)]
 
     def counts(self) -> tuple[dict[str, int], dict[tuple[str, str], int], int]:
-        """Return how many runs there are by state, findings by code and severity, and mirrored bytes."""
+        """Return the number of runs by state, of findings by code and severity, and of mirrored bytes."""
         by_state = select(run.c.state, func.count()).group_by(run.c.state)
         by_code = select(finding.c.code, finding.c.severity, func.count()).group_by(finding.c.code, finding.c.severity)
         with self.read() as connection:
@@ -590,7 +590,7 @@ class Store:
     # --- mirrored files -----------------------------------------------------------------------------------------------
 
     def content(self, key: str, path: str) -> bytes | None:
-        """Return a file of a run as it was mirrored; None where there is none."""
+        """Return a mirrored file of a run; None if there is none."""
         with self.read() as connection:
             return self._content(connection, derived.text(key), derived.text(path))
 
@@ -607,7 +607,7 @@ class Store:
 
     @contextmanager
     def copied(self, connection: Connection, key: str, patterns: Sequence[str] = ("%",)) -> Iterator[Path]:
-        """Yield a directory with mirrored files of a run, for the readers of a run directory; it is deleted after.
+        """Yield a temporary directory with mirrored files of a run, for the readers of a run directory.
 
         Args:
             patterns: of paths, as SQL has them.
@@ -654,7 +654,7 @@ class Store:
         return gone
 
     def delete(self, key: str) -> None:
-        """Delete a run; it is not taken again."""
+        """Delete a run; later pieces of it are refused."""
         with self.write(key) as connection:
             self.put(connection, forgotten, [{"run": key, "time": self.clock()}])
             for table in (chunk, file, finding, summary, rank):
@@ -686,7 +686,7 @@ def _smaller(column: Any) -> _Change:
 
 
 def copy_run(store: Store, mirror: Mirror, source: str, *, at: float | None = None) -> int:
-    """Bring a store up to date with a run directory; return how many pieces that took.
+    """Bring a store up to date with a run directory; return the number of pieces that were copied.
 
     Args:
         at: when the run has written what is there; the default is now.

@@ -1,4 +1,4 @@
-"""Watches directories for runs, and brings the store up to date with them: on a file system that the jobs share.
+"""Watches directories on a file system shared with the jobs for runs, and brings the store up to date.
 
 One thread reads all of them. What it knows of a run directory is a copy of what the store knows, so it may be stopped
 at any point.
@@ -66,7 +66,7 @@ class Watch:
             mirror.close()
 
     def look(self) -> None:
-        """Look at everything once."""
+        """Look at all directories once."""
         begun = self._store.clock()
         if time.monotonic() >= self._next_search:
             self._known = [path for root in self._roots for path in runs_below(root)]
@@ -138,7 +138,7 @@ class Watch:
 
 
 def runs_below(root: Path) -> Iterator[Path]:
-    """Yield the run directories below a directory, and itself; links are not followed."""
+    """Yield the run directories in a directory, itself included; links are not followed."""
     waiting, seen = [(root, 0)], 0
     while waiting and seen < _MOST:
         directory, depth = waiting.pop()

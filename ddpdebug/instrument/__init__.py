@@ -1,1 +1,1 @@
-"""What is put into torch while ddpdebug is attached."""
+"""Installation of ddpdebug in torch while it is attached: wrappers and probes."""

@@ -1,4 +1,4 @@
-"""The entry points of torch that are wrapped while a monitor is attached, and the event that each emits.
+"""The torch functions that are wrapped while a monitor is attached, and the event that each wrapper emits.
 
 Functions of torch alone: nothing is left on the user's objects and classes, which may be copied, pickled, scripted and
 sent elsewhere. The looks lie in the code of these functions (`probes/entries.py`), which stay the same objects with the
@@ -41,7 +41,7 @@ _FRAMES = 12
 
 
 def watch_saved_hooks(entries: Entries) -> None:
-    """Have it noted where hooks are put on saved tensors: before torch 2.12 a node does not tell."""
+    """Record where hooks are put on saved tensors: before torch 2.12 a node does not show them."""
     why, part = "hooks of yours on saved tensors, which must not be run by looking at these", "saved hooks"
     contexts, hooks = torch.autograd.graph.saved_tensors_hooks, saved_hooks
     before = len(entries.left_out)
@@ -53,7 +53,7 @@ def watch_saved_hooks(entries: Entries) -> None:
 
 
 class Patches:
-    """Installs the wrappers and takes them away again.
+    """The wrappers of torch functions: installs and removes them.
 
     Args:
         on_group: called when a process group may have come into being.
@@ -84,7 +84,7 @@ class Patches:
         bus.on("probe:optimizer", events.ParametersUnwrapped, self._adopt)
 
     def install(self) -> None:
-        """Put every wrapper in place."""
+        """Install all wrappers."""
         here, patch = self._followed.here, self._entries.patch
         self._entries.on_step(
             before=[_emits(events.StepBegan, self._step_begins)],
@@ -242,7 +242,7 @@ class Patches:
         )
 
     def watch_module(self, module: torch.nn.Module) -> None:
-        """Look at the training forwards of a module that no DDP wraps."""
+        """Observe the training forwards of a module without a DDP."""
         if isinstance(module, DistributedDataParallel | torch.jit.ScriptModule) or self._state.follows(module):
             return
         self._state.follow(module)
@@ -264,7 +264,7 @@ class Patches:
         self._entries.built.has_part(module, name, part)
 
     def remove(self) -> None:
-        """Restore the originals."""
+        """Remove all wrappers."""
         saved_hooks.end()
         self._entries.close()
 

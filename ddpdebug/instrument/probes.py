@@ -1,4 +1,4 @@
-"""The list of probes of one process: each is made here, with what it depends on.
+"""The probes of one process: each is made here, with its dependencies.
 
 To add one, write its file, in which its constructor subscribes to events (`probes/training_events.py`), and add the
 line that makes it.
@@ -61,7 +61,7 @@ def _always(*_: int) -> bool:
 
 
 class Probes:
-    """Makes the probes and what puts them into torch.
+    """All probes of one process, and their wrappers in torch.
 
     Args:
         hand_over: takes a finished record; must not block.
@@ -197,13 +197,13 @@ class Probes:
             raise error
 
     def meet(self, world: int) -> None:
-        """Note how many ranks there are."""
+        """Set the number of ranks after the meeting."""
         self.state.world, self.entries.threads.compared = world, world > 1
         if world > 1:
             self.collectives.install()
 
     def remove(self, *, finished: bool = False) -> None:
-        """Take everything out of torch again.
+        """Remove all wrappers from torch.
 
         Args:
             finished: the script or an epoch of it came to its end, so that what has not happened will not.

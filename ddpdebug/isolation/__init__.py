@@ -1,1 +1,1 @@
-"""Isolation of the job from ddpdebug: probes run under a guard, and what the user's code raises stays the user's."""
+"""Isolation of the job from ddpdebug: probes run under a guard, and exceptions of user code stay the user's."""

@@ -1,4 +1,4 @@
-"""The threads of ours: `threading` does not know them, and nothing that a script sets for its threads reaches them.
+"""The background threads of ddpdebug: `threading` does not list them, and a script's thread settings do not reach them.
 
 A script counts, lists, joins, traces and profiles the threads of its process through `threading`. So ours are started
 below it. What runs in one never calls `threading.current_thread()`, nor what does that (`logging`, pools of threads):
@@ -35,13 +35,13 @@ _running: dict[int, tuple[int, str]] = {}
 
 
 def names() -> dict[int, str]:
-    """Return the names of the threads of ours that run in this process, by their numbers."""
+    """Return the names of ddpdebug's running threads in this process, by identity."""
     own = os.getpid()
     return {ident: name for ident, (pid, name) in _running.copy().items() if pid == own}
 
 
 class Thread:
-    """A thread of ours, which runs a call from its construction on; what that raises ends the thread and nothing else.
+    """A background thread that runs one call from its construction on; an exception ends the thread and nothing else.
 
     Args:
         name: for people who look at the stacks of the process.
@@ -67,21 +67,21 @@ class Thread:
         self._runs.release()
 
     def is_alive(self) -> bool:
-        """Whether it runs; none does in a forked child."""
+        """Whether the thread runs; always False in a forked child."""
         return not self._over and self._pid == os.getpid()
 
     def is_here(self) -> bool:
-        """Whether the caller runs in it."""
+        """Whether the caller runs in this thread."""
         return self.is_alive() and self._ident == _thread.get_ident()
 
     def join(self, seconds: float = -1.0) -> None:
-        """Wait until it has ended, for so long at most where that is given."""
+        """Wait until the thread has ended, at most `seconds` if given."""
         if self.is_alive() and self._runs.acquire(timeout=seconds):
             self._runs.release()
 
 
 class Timer(Thread):
-    """A thread of ours that makes a call after some seconds, unless it is cancelled."""
+    """A background thread that makes a call after some seconds, unless it is cancelled."""
 
     def __init__(self, name: str, seconds: float, call: Callable[..., object], *args: Any) -> None:
         self._waits = _thread.allocate_lock()
@@ -93,6 +93,6 @@ class Timer(Thread):
             call(*args)
 
     def cancel(self) -> None:
-        """Keep it from calling, if it has not begun to."""
+        """Cancel the call, if it has not begun."""
         with suppress(RuntimeError):  # once is enough
             self._waits.release()

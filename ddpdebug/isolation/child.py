@@ -1,4 +1,4 @@
-"""A disposable copy of this process, in which code of the user's may run once more: what it changes goes with it.
+"""A disposable copy of this process in which user code may run again: all changes end with the copy.
 
 The copy has one thread, the one that asked for it. It has no descriptors, shares no memory, cannot write a file, send
 anything or start a process (see `confinement`), and is ended after a while. Nobody in this process can wait for it or
@@ -40,12 +40,12 @@ _inside: list[bool] = []  # has something in the copy
 
 
 def is_disposable() -> bool:
-    """Whether this process is such a copy."""
+    """Whether this process is a disposable copy."""
     return bool(_inside)
 
 
 class Child:
-    """A copy that is at work, and its answer.
+    """A running copy, and its answer.
 
     Args:
         pid: its number.
@@ -58,11 +58,11 @@ class Child:
         self._deadline, self._over = time.monotonic() + seconds, False
 
     def end(self) -> None:
-        """Have it ended now; from any thread."""
+        """End the copy soon; from any thread."""
         self._over = True
 
     def answer(self) -> Any:
-        """Wait for its end, and return what it has answered, a JSON value.
+        """Wait for the end of the copy, and return its answer, a JSON value.
 
         Raises:
             UnconfinedError: there is no answer; the text is the reason.
@@ -108,7 +108,7 @@ def _how(status: int) -> str:
 
 
 def start(work: Callable[[], Any], seconds: float) -> Child:
-    """Copy this process, and have the copy do `work`, which returns a JSON value; takes as long as a `fork`.
+    """Copy this process and run `work` in the copy, which returns a JSON value; takes as long as a `fork`.
 
     Raises:
         UnconfinedError: there is no copy; the text is the reason.
@@ -172,7 +172,7 @@ def _room() -> int:
 
 
 class Children:
-    """The copies of this process that are at work.
+    """The running copies of this process.
 
     Args:
         guard: under which their answers are taken.
@@ -185,7 +185,7 @@ class Children:
     def run(
         self, part: str, work: Callable[[], Any], seconds: float, take: Callable[[Any, str | None], object]
     ) -> str | None:
-        """Have a copy do `work`; return why not, if so. Waits for nothing.
+        """Run `work` in a copy, without waiting; return the reason if that is not possible, else None.
 
         Args:
             part: that is switched off where its answer cannot be taken.
@@ -218,7 +218,7 @@ class Children:
         return None
 
     def finish(self, seconds: float) -> None:
-        """Wait for what is still at work, and then end it."""
+        """Wait at most `seconds` for the running copies, and then end them."""
         until = time.monotonic() + seconds
         running, self._running = self._running, []
         for child, over in running:

@@ -1,4 +1,4 @@
-"""What keeps a disposable child from everything outside of itself; worked out before the process is copied. Torch-free.
+"""Confinement of a disposable copy from everything outside; prepared before the process is copied. Torch-free.
 
 Each step is a call of a C function, so that all of them can run in the copy before any code in Python does. They are
 given together: descriptors of `/dev/null` in the place of all others, private copies of memory that is shared with
@@ -70,11 +70,11 @@ _PDEATHSIG, _DUMPABLE, _NAME, _NO_NEW_PRIVILEGES, _SECCOMP = 1, 4, 15, 38, 22
 
 
 class UnconfinedError(Exception):
-    """A child cannot be kept from the outside here; the text is the reason."""
+    """A copy cannot be confined here; the text is the reason."""
 
 
 def function(name: str, *, known: bool = False) -> Callable[..., int]:
-    """Return a function of the C library that is called without letting go of the interpreter.
+    """Return a function of the C library that is called without releasing the interpreter lock.
 
     Args:
         known: what it returns counts, and is 0 where it has worked; otherwise it returns None.
@@ -86,13 +86,13 @@ def function(name: str, *, known: bool = False) -> Callable[..., int]:
 
 @dataclass(slots=True)
 class Confinement:
-    """Steps for the copy, each of which returns something false, and what they work on, which must not go before."""
+    """The steps that the copy takes, each of which returns a false value, and the objects that they need."""
 
     steps: list[Callable[[], object]] = field(default_factory=list)
     held: list[object] = field(default_factory=list)
 
     def add(self, call: str, *args: object, known: bool = False) -> None:
-        """Add a call of the C library; one whose result is known ends all where it does not work."""
+        """Add a call of the C library; with `known` a failure ends all steps."""
         words = [ctypes.c_long(value) if isinstance(value, int) else value for value in args]
         self.held += words
         self.steps.append(partial(function(call, known=known), *words))
@@ -118,7 +118,7 @@ def _machine() -> tuple[int, int, int]:
 
 
 def confinement(seconds: float, own: int, room: int) -> Confinement:
-    """Return what a copy of this process does before it goes on.
+    """Return the confinement that a copy of this process applies to itself before it goes on.
 
     Args:
         seconds: after which it is ended by the kernel.
@@ -179,7 +179,7 @@ def _writable_shared() -> list[tuple[int, int, str]]:
 
 
 def shares_memory(own: int) -> bool:
-    """Whether this process has writable memory that other processes see, other than its own."""
+    """Whether this process shares writable memory with other processes, `own` not counted."""
     return any([start != own and not name.startswith(_DEVICES) for start, _, name in _writable_shared()])
 
 

@@ -1,4 +1,4 @@
-"""Isolation and timing of probes: a probe that fails switches itself off, says so once, and the job goes on."""
+"""Isolation and timing of probes: a probe that fails is switched off and reported once, and the job goes on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _recorded = _Recorded()
 
 
 def keep_unrecorded() -> None:
-    """Keep what this thread does, which is one of ours, from profilers and execution traces of the script's."""
+    """Hide this background thread from the script's profilers and execution traces."""
     _recorded.outside = False
     _tell_profilers(False)
 
@@ -66,7 +66,7 @@ _OF_OWN_MODES = ("close:", "forensics:memory")
 
 
 class Guard:
-    """Runs probe code. Counts the time spent in it (`seconds`) and remembers which parts are off.
+    """Runs probe code, counts the time spent in it (`seconds`), and remembers the parts that are off.
 
     What the user's own code raises while a probe happens to run (a signal handler, an exception that another thread
     sent) is the user's, and goes on its way. Modes that the user has put over torch's operations, profilers and classes
@@ -94,7 +94,7 @@ class Guard:
         return self._threads.inside.depth > 0
 
     def elapsed(self) -> float:
-        """Return the seconds spent so far, the current probe included."""
+        """Return the seconds spent in probes so far, the current one included."""
         inside = self._threads.inside
         return self.seconds + (time.perf_counter() - inside.entered if inside.depth else 0.0)
 
@@ -145,7 +145,7 @@ class Guard:
         return self.capturing > 0 and part != CAPTURES and of_devices
 
     def contain(self, part: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return `call(*args, **kwargs)`, or None when the part is off or fails: what is no probe, in any thread.
+        """Run a call that is no probe, in any thread; return its result, or None when the part is off or fails.
 
         Its time does not count, and torch is not asked for modes.
         """
@@ -173,7 +173,7 @@ class Guard:
             users.__context__, users.__suppress_context__ = context, suppressed
 
     def cut(self) -> None:
-        """Have what was half noted forgotten."""
+        """Have half-finished notes discarded."""
         for call in self._when_cut:
             try:
                 call()
@@ -183,15 +183,15 @@ class Guard:
                 self.fail("probe:cut", error)
 
     def when_cut(self, call: Callable[[], None]) -> None:
-        """Call when an exception of the user's has cut a probe short: to forget what was half noted."""
+        """Register a call for the moment when a user's exception interrupts a probe: to discard half-finished notes."""
         self._when_cut.append(call)
 
     def forgive(self, seconds: float) -> None:
-        """Take time back that was spent waiting for other ranks: it is no cost of looking."""
+        """Subtract time spent waiting for other ranks: it is no cost of probing."""
         self.seconds -= seconds
 
     def tell(self, part: str, message: str) -> None:
-        """Report something that is not looked at."""
+        """Report something that is not observed."""
         try:
             self._on_trouble(part, message)
         except Exception as error:
@@ -199,7 +199,7 @@ class Guard:
                 raise
 
     def fail(self, part: str, error: BaseException) -> None:
-        """Switch a part off and report it once; what hangs on it goes with it.
+        """Switch a part off and report it once; parts that need it are switched off with it.
 
         A device that has failed is reported by itself, and once for all that reads it; nothing is taken away then.
         """
@@ -209,11 +209,11 @@ class Guard:
             self._switch_off(part, text_of(error))
 
     def when_off(self, part: str, call: Callable[[], None]) -> None:
-        """Call when a part goes off: to take away what it has put in place, and what it has half noted."""
+        """Register a call for the moment when a part is switched off: to remove its hooks and half-finished notes."""
         self._when_off.setdefault(part, []).append(call)
 
     def needs(self, part: str, *others: str) -> None:
-        """Have a part go off with any of the others: without what they see it would judge half of the data."""
+        """Have a part switched off with any of the others: without their data it would judge half of it."""
         for other in others:
             text = NEEDS.format(other)
             self.when_off(other, lambda text=text: self._switch_off(part, text))  # type: ignore[misc]  # its own text
@@ -233,7 +233,7 @@ def _put_back(gradients: bool) -> None:  # noqa: FBT001 - the state itself
 
 
 def contained(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call for a thread of ours whose failures are all ordinary exceptions with a text.
+    """Return a call for a background thread whose failures are all ordinary exceptions with a text.
 
     `SystemExit` would end the thread without a word.
     """

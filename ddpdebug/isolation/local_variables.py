@@ -1,4 +1,4 @@
-"""The local variables of running functions, read without a trace: no dictionary is made, and none that exists changes.
+"""The local variables of running functions, read without side effects: no dictionary is made or changed.
 
 Before Python 3.13 `frame.f_locals` makes a dictionary that the frame keeps, and brings it up to date whenever anybody
 asks again. Whoever was given it (a helper that notes its caller's arguments, a debugger) would see what we do to it;
@@ -27,7 +27,7 @@ _WORDS, _OBJECTS = ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.py_obj
 
 
 def local_values(frame: FrameType) -> dict[str, Any]:
-    """Return a function's local variables, of a frame of this thread; none of a module or class body."""
+    """Return the local variables of a function's frame in this thread; empty for a module or class body."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED:
         return {}

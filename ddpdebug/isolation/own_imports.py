@@ -1,4 +1,4 @@
-"""Imports of ours in the script's process: ours find what is installed, the script finds what it would without us.
+"""Imports of ddpdebug in the script's process: they find installed modules, and the script finds its own.
 
 A script's folder stands first on `sys.path`, and may hold a `click.py` or `html.py` of its own. While ours are imported
 the installed modules come first, and what the script has loaded under their names is put aside. What ours have loaded
@@ -21,7 +21,7 @@ _HIDDEN: dict[str, ModuleType] = {}
 
 
 class OwnImports:
-    """A context in which our imports are made; Python's global random numbers are afterwards as before."""
+    """A context for ddpdebug's imports; Python's global random state is restored afterwards."""
 
     def __enter__(self) -> None:
         random = sys.modules.get("random")

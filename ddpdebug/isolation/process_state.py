@@ -1,4 +1,4 @@
-"""What is process-wide and must be as before: the states of random generators, grad mode, autocast, default dtype.
+"""Process-wide state to be restored: random generators, grad mode, autocast, default dtype.
 
 Used around what runs beside the training: replays, probes with a batch of their own, checks on copies, tests.
 """
@@ -22,7 +22,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """The state of the generators that a forward may draw from; None for those that were not kept.
+    """The state of the generators that a forward may use; None for those that were not kept.
 
     Args:
         cpu: torch's default generator's, as `torch.get_rng_state` returns it (bytes).
@@ -41,7 +41,7 @@ class RandomState:
 
     @classmethod
     def now(cls, *, all_devices: bool = False) -> RandomState:
-        """Copy the states, of CUDA's the current device's or all devices'; draws nothing."""
+        """Copy the present states, of CUDA's current device or of all devices; draws nothing."""
         numpy = sys.modules.get("numpy.random")  # who has not loaded it has no state there
         cuda, device, others = None, 0, []
         if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
@@ -59,7 +59,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Put the kept states back; a generator that nobody has drawn from since is not touched."""
+        """Restore the kept states; a generator that was not used since is left alone."""
         if self.cpu is not None and not torch.equal(torch.default_generator.get_state(), self.cpu):
             torch.default_generator.set_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
@@ -80,7 +80,7 @@ def _comparable(state: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autocast:
-    """Whether autocast was on around a forward for a kind of device, and the dtype that it casts to."""
+    """The autocast state around a forward for a device type: enabled or not, and the dtype."""
 
     device: str
     enabled: bool
@@ -88,12 +88,12 @@ class Autocast:
 
     @classmethod
     def now(cls, device: str) -> Autocast:
-        """Read the state for a kind of device (`cpu`, `cuda`)."""
+        """Read the present autocast state for a device type (`cpu`, `cuda`)."""
         enabled = torch.is_autocast_enabled(device)
         return cls(device=device, enabled=enabled, dtype=torch.get_autocast_dtype(device))
 
     def again(self, *, cache: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context with autocast as it was, if it was on; `cache` keeps cast weights, as autocast does."""
+        """Return a context with the recorded autocast state; `cache` keeps cast weights, as autocast does."""
         if not self.enabled:
             return contextlib.nullcontext()
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=cache)
@@ -101,7 +101,7 @@ class Autocast:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[RandomState]:
-    """Put the states of all generators back afterwards; gives what they were."""
+    """Restore the states of all generators after the body; yields the states before it."""
     state = RandomState.now(all_devices=True)
     try:
         yield state
@@ -111,7 +111,7 @@ def kept_random_state() -> Iterator[RandomState]:
 
 @contextlib.contextmanager
 def preserved(*, plain: bool = False) -> Iterator[None]:
-    """Put random states, default dtype, grad mode, autocast and the settings of determinism back bit for bit.
+    """Restore random states, default dtype, grad mode, autocast and determinism settings after the body, bit for bit.
 
     Args:
         plain: have gradients on and autocast off in between, as a new process has them.

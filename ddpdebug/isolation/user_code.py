@@ -1,4 +1,4 @@
-"""What is the user's code: its frames, its files, and errors that it has raised on its own account."""
+"""Recognition of user code: its frames, its files, and exceptions that it raises on its own account."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RAISE_HERE = frozenset({*sys.stdlib_module_names, *_LIBRARIES})
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the user's own code raised an error on its own account while ours was running.
+    """Whether user code raised an error on its own account while ddpdebug's code was running.
 
     So does what the interpreter calls between two of our lines, with the frame that it interrupts as an argument: a
     signal handler, a function that traces or profiles. So does another thread that has an exception raised here: its
@@ -48,7 +48,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def users_error(error: BaseException) -> BaseException | None:
-    """Return the user's own error that one raised in our code is, or hides; None where it is ours.
+    """Return the user's own error that an error in ddpdebug's code is, or hides; None if there is none.
 
     A `StopIteration` that a handler raises inside a generator becomes a `RuntimeError`, and what is raised while
     another error is on its way takes its place.
@@ -116,7 +116,7 @@ def _codes_of(handler: Any) -> list[CodeType]:
 
 
 def calling_frame() -> FrameType | None:
-    """Return the nearest frame that is not ours: what has called the function that a wrapper of ours stands for."""
+    """Return the nearest frame outside ddpdebug: the caller of the wrapped function."""
     current: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
     while current is not None and current.f_code.co_filename.startswith(_OWN):
         current = current.f_back
@@ -124,7 +124,7 @@ def calling_frame() -> FrameType | None:
 
 
 def user_frame(start: FrameType | None = None) -> FrameType | None:
-    """Return the nearest frame that is the user's: not ddpdebug, not torch, not the standard library."""
+    """Return the nearest frame of user code: not ddpdebug, not torch, not the standard library."""
     current: FrameType | None = start or sys._getframe(1)  # noqa: SLF001 - the documented way to walk the stack cheaply
     while current is not None:
         name = current.f_code.co_filename
@@ -136,7 +136,7 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
 
 
 def user_location(start: FrameType | None = None) -> str | None:
-    """Return `file:line` of the nearest frame that is the user's."""
+    """Return `file:line` of the nearest frame of user code."""
     frame = user_frame(start or sys._getframe(1))  # noqa: SLF001 - as above
     if frame is None:
         return None
@@ -151,7 +151,7 @@ def user_location(start: FrameType | None = None) -> str | None:
 
 
 def location(file: str, line: int) -> str:
-    """Return a place in a file as people write it."""
+    """Return a place in a file as `file:line`."""
     return f"{shorten(file)}:{line}"
 
 
@@ -162,7 +162,7 @@ _MOST_LINES = 1024
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a file is neither ours nor torch's, another package's or the standard library's."""
+    """Whether a file belongs to the user: not to ddpdebug, torch, another package or the standard library."""
     known = _seen.get(name)
     if known is None:
         libraries = (_OWN, "<", sys.base_prefix + "/lib/python", sys.prefix + "/lib/python")
@@ -173,7 +173,7 @@ def is_user_file(name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def shorten(name: str) -> str:
-    """Return a file's path from the current directory, if it lies below it."""
+    """Return a file's path relative to the current directory if it lies below it."""
     try:
         return str(Path(name).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Values for objects of the user's, found by identity: a `WeakKeyDictionary` calls their `__hash__` and `__eq__`."""
+"""Values for user objects, found by identity: a `WeakKeyDictionary` would call their `__hash__` and `__eq__`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Entry = tuple[weakref.ref[Any], Value]
 
 
 class WeakTable(Generic[Value]):
-    """A value for each of some objects, for as long as the object lives.
+    """A table from objects to values that holds each entry for as long as its object lives.
 
     No code in Python runs as one of them dies: an exception of a signal handler's would be lost there.
     """
@@ -29,19 +29,19 @@ class WeakTable(Generic[Value]):
         return id(thing) in self._entries
 
     def get(self, thing: Any) -> Value | None:
-        """Return the value of an object; None where it has none."""
+        """Return the value of an object; None if it has none."""
         found = self._entries.get(id(thing))
         return None if found is None else found[1]
 
     def pop(self, thing: Any) -> Value | None:
-        """Forget an object, and return its value."""
+        """Remove an object and return its value; None if it has none."""
         found = self._entries.pop(id(thing), None)
         return None if found is None else found[1]
 
     def values(self) -> list[Value]:
-        """Return the values of all objects that live."""
+        """Return the values of all living objects."""
         return [value for _, value in list(self._entries.values())]
 
     def things(self) -> list[Any]:
-        """Return all objects that live."""
+        """Return all living objects."""
         return [thing for ref, _ in list(self._entries.values()) if (thing := ref()) is not None]

@@ -1,1 +1,1 @@
-"""What programs are answered that ask about runs over the Model Context Protocol."""
+"""Answers to programs that ask about runs over the Model Context Protocol."""

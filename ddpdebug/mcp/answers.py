@@ -1,4 +1,4 @@
-"""What is answered about runs: JSON values of bounded size, made of what the readers of run directories return.
+"""Answers about runs: JSON values of bounded size, made from the readers of run directories.
 
 Texts of a run (names, messages, paths, stacks) stand in fields of JSON, as data, and are cut. Torch-free.
 """
@@ -36,7 +36,7 @@ _OF_ITS_OWN = frozenset({"run", "time", "outcome", "coverage", "waiting", "layou
 
 
 def bounded(answer: Mapping[str, Any]) -> str:
-    """Return an answer as JSON in ASCII of at most `LIMIT` bytes; what is cut is said in `shortened`."""
+    """Return an answer as JSON in ASCII of at most `LIMIT` bytes; `shortened` names what was cut."""
     value = strict(answer)
     text = json.dumps(value)
     for characters, items in _CUTS:
@@ -58,13 +58,13 @@ def _cut(value: Any, characters: int, items: int) -> Any:
 
 
 class Runs(Protocol):
-    """Where runs are."""
+    """A source of runs: their names, directories and states."""
 
     def newest(self, most: int) -> tuple[Sequence[str], int]:
-        """Return the names of the newest runs, and how many there are."""
+        """Return the names of the newest runs, and the number of all runs."""
 
     def opened(self, name: str, *, brief: bool = False) -> AbstractContextManager[Path]:
-        """Return a run's directory, which may be one of the moment, to be read only.
+        """Return a context with a run's directory, possibly a temporary one, for reading only.
 
         Args:
             brief: no more than `run.json` and findings is needed.
@@ -74,7 +74,7 @@ class Runs(Protocol):
         """
 
     def known(self, name: str) -> Mapping[str, Any]:
-        """Return what is known of a run beyond its directory."""
+        """Return facts about a run that are not in its directory."""
 
 
 class Answers:

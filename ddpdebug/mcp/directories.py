@@ -1,4 +1,4 @@
-"""Runs that lie in some directories of this machine, found by their names.
+"""Runs in given directories of this machine, found by name.
 
 Only what lies in these is read, also through links.
 """
@@ -34,13 +34,13 @@ class Directories:
         self._roots = tuple(dict.fromkeys(root.resolve() for root in roots))
 
     def newest(self, most: int) -> tuple[Sequence[str], int]:
-        """Return the names of the newest runs, and how many there are."""
+        """Return the names of the newest runs, and the number of all runs."""
         found = sorted(self._found(), key=lambda item: -item[1])
         return [self._name(path) for path, _ in found[:most]], len(found)
 
     @contextmanager
     def opened(self, name: str, *, brief: bool = False) -> Iterator[Path]:
-        """Yield a run's directory, no file of which is a link that leads out."""
+        """Yield a run's directory if none of its files is a link that leads out."""
         directory, root = self.inside(name)
         if not directory.is_dir():
             raise UsageError(f"{name[:200]!r} is no run directory; list_runs names them")
@@ -53,11 +53,11 @@ class Directories:
         yield directory
 
     def known(self, name: str) -> Mapping[str, Any]:
-        """Return nothing: all that is known lies in the run's directory."""
+        """Return an empty mapping: all facts about a run are in its directory."""
         return {}
 
     def inside(self, name: str) -> tuple[Path, Path]:
-        """Return what a name means in one of the roots, with all links resolved, and that root."""
+        """Return the path that a name stands for in one of the roots, with all links resolved, and that root."""
         if name and "\0" not in name and len(name) < 4096:
             for root in self._roots:
                 with suppress(OSError, RuntimeError):

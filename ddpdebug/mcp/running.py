@@ -1,4 +1,4 @@
-"""What is run for who asks about runs, where that is allowed: a check of a script, a step again from its bundle."""
+"""Programs that are run for an MCP client, if allowed: a check of a script, a replay of a bundle."""
 
 from __future__ import annotations
 

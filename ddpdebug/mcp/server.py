@@ -1,4 +1,4 @@
-"""A server of answers about runs, over the Model Context Protocol. Who makes one says over what it is served."""
+"""A Model Context Protocol server of answers about runs; its transport is the caller's choice."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The life of an attached ddpdebug: attach, sample, answer, close."""
+"""The monitor of an attached process: attaching, sampling, answering, closing."""

@@ -34,7 +34,7 @@ def install(
     starts: bool | None = None,
     origin: Origin | None = None,
 ) -> Monitor:
-    """Attach to this process: every DDP made from now on, and every optimizer, is watched. Returns the monitor.
+    """Attach to this process: every DDP made from now on and every optimizer is watched. Return the monitor.
 
     Args:
         late: the job may have built modules and optimizers already; they are looked for among all objects, once.
@@ -65,7 +65,7 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Monitor:
-    """Attach to a DDP (and optimizer) that exist already, for example inside a Trainer.
+    """Attach to an existing DDP (and optimizer), for example inside a Trainer.
 
     Args:
         model: a DistributedDataParallel, or a plain module in a single process.
@@ -86,14 +86,14 @@ def watch(
 
 
 def observe(**values: Any) -> None:
-    """Report `loss` or `val_loss`, as `Monitor.observe`; does nothing where no monitor is attached."""
+    """Report `loss` or `val_loss`, as `Monitor.observe` does; do nothing if no monitor is attached."""
     monitor = current()
     if monitor is not None:
         monitor.observe(**values)
 
 
 def expect_growth(what: str, size: int | None = None) -> None:
-    """Declare memory that grows on purpose, as `Monitor.expect_growth`; does nothing where no monitor is attached."""
+    """Declare intended memory growth, as `Monitor.expect_growth` does; do nothing if no monitor is attached."""
     monitor = current()
     if monitor is not None:
         monitor.expect_growth(what, size)

@@ -1,4 +1,4 @@
-"""The rank's side of its companion: what it is told, what it answers, and what is done where there is none.
+"""The rank's interface to its companion process, which runs the rules; the rules run here if there is none.
 
 Nothing here waits for long: a reply that does not come at once is taken in a later tick.
 """
@@ -33,7 +33,7 @@ _STARTS = 5
 
 @dataclass(slots=True)
 class Reply:
-    """What came of the calls.
+    """The results of calls to the companion.
 
     Args:
         found: findings, each with whether it is new.
@@ -76,7 +76,7 @@ class _Here:
 
 
 class Companion:
-    """Takes what the rules are to judge, and returns what they find; starts as something is to be judged.
+    """Sends steps and announcements to the rules and returns their findings; starts the process on first use.
 
     Args:
         begin: what it must know: `world` and `config`.
@@ -111,29 +111,29 @@ class Companion:
 
     @property
     def busy(self) -> bool:
-        """Whether a reply is to come, or an answer of the ranks."""
+        """Whether a reply of the companion or an answer of the ranks is pending."""
         return bool(self._sent) or self._judges_on
 
     # --- what it is told ----------------------------------------------------------------------------------------------
 
     def feed(self, step: Step) -> None:
-        """Hand over the next step."""
+        """Send the next step to the rules."""
         self._say("step", json_of_step(step))
 
     def answer(self, rank: int, optimizer: int, step: int, kind: str, value: Any, last: bool) -> None:  # noqa: FBT001 - as in JSON
-        """Hand over a detail, as it was sent; None where the rank has none."""
+        """Send a rank's detail to the rules; None if the rank has none."""
         self._say("detail", rank, optimizer, step, kind, value, last)
 
     def tell(self, topic: str, rank: int, announcement: Announcement | None) -> None:
-        """Hand over an announcement; None is one that could not be read."""
+        """Send an announcement to the rules; None stands for a malformed one."""
         self._say("fact", topic, rank, to_json(announcement))
 
     def meet(self) -> None:
-        """Begin anew with what the ranks announce."""
+        """Discard the announcements of all ranks, which announce anew."""
         self._say("meet")
 
     def go_on(self) -> None:
-        """Judge in the place of another rank, from what it has written down, or else from what it has found."""
+        """Continue the judging of another rank, from its run directory, or else from its findings."""
         self._from = self._log()
         self._ids.update([finding.id for finding in self._known()])
         if self._from is None or self._way is not None:
@@ -148,7 +148,7 @@ class Companion:
     # --- what it answers ----------------------------------------------------------------------------------------------
 
     def tick(self) -> Reply:
-        """Return what has come of the calls by now."""
+        """Return the results that have arrived by now."""
         reply, self._later = self._later, Reply()
         until = time.monotonic() + _IN_A_TICK
         self._hear(reply, until)
@@ -159,7 +159,7 @@ class Companion:
         return reply
 
     def curious(self, step: Step) -> list[str]:
-        """Return the rules that want to see the rows of all ranks, as far as they say so at once."""
+        """Return the rules that want the rows of all ranks for a step, if they answer at once."""
         reply = self.tick()
         if not self._sent:
             self._say("curious", json_of_step(step))
@@ -170,19 +170,19 @@ class Companion:
         return reply.curious
 
     def news(self) -> Reply:
-        """Return what was found in what was told, and judge no step."""
+        """Return the findings from announcements so far, without judging a step."""
         return self._at_once("news")
 
     def wait(self) -> Reply:
-        """Return what comes of all that was told."""
+        """Wait for the results of all calls so far."""
         return self._at_once("tick")
 
     def finish(self) -> Reply:
-        """Return what is left, and what only the end shows."""
+        """Wait for the remaining results, with the findings that only the end of a run shows."""
         return self._at_once("finish")
 
     def close(self) -> None:
-        """Let the companion go."""
+        """Close the connection to the companion and release its process."""
         if self._way is not None:
             self._way.close()
             self._way = None

@@ -1,4 +1,4 @@
-"""Keeps the coverage of a run up to date and says in its first minute what is not compared. Torch-free.
+"""Keeps the coverage of a run up to date, and prints in its first minute what is not compared. Torch-free.
 
 A thread of its own looks every few seconds: the exchange's thread may be the one that waits for somebody who does not
 come. The training thread only counts.
@@ -82,7 +82,7 @@ class Covering:
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def begin(self, rank: int, world: int, store: Any = None, prefix: str = "") -> None:
-        """Note who this rank is; from here on its ranks are expected to meet."""
+        """Set this rank and the world size; from now on the ranks are expected to meet."""
         self._rank, self._world, self._tally = rank, world, Tally(world)
         self._store, self._prefix = store, f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._begun = self._clock()
@@ -90,22 +90,22 @@ class Covering:
             self._phase = "meeting" if store is not None else "none"
 
     def opened(self) -> None:
-        """Note that there are sinks to write to."""
+        """Note that the sinks are open."""
         self._sinks_open = True
 
     def let_store_go(self) -> None:
-        """Drop the job's store, which goes with its process group."""
+        """Drop the reference to the job's store, which ends with its process group."""
         self._store = None
 
     def meeting(self) -> None:
-        """Note that this rank looks for the others; called in the exchange's thread."""
+        """Note that this rank waits for the others at the meeting; called in the exchange's thread."""
         if self._rank == 0 and self._store is not None:
             self._store.set(f"{self._prefix}/node", platform.node())
         elif self._store is not None and self._claim is None:  # later the store may be gone
             self._claim = self._store.add(f"{self._prefix}/speaker/{platform.node()}", 1)
 
     def connecting(self) -> None:
-        """Note that all ranks have come and now connect."""
+        """Note that all ranks have come to the meeting and now connect."""
         if self._phase == "meeting":
             self._phase = "connecting"
         key = f"{self._prefix}/node"
@@ -114,7 +114,7 @@ class Covering:
             self._claim = 0  # rank 0 has a terminal of its own, and speaks for its node
 
     def ticked(self, ranks: int) -> None:
-        """Note that so many ranks have exchanged something; one alone has met nobody."""
+        """Note the number of ranks in a tick; a single one has met nobody."""
         self._phase = "met" if ranks > 1 and self._phase in {"meeting", "connecting"} else self._phase
         self._ticked = self._clock()
 
@@ -129,20 +129,20 @@ class Covering:
             self.look()
 
     def hear(self, rank: int, account: RankCoverage) -> None:
-        """Take a rank's account, as far as it is short."""
+        """Record another rank's account of its coverage."""
         self._others[rank] = RankCoverage.from_json({**asdict(account), "rank": rank})
 
     def start(self) -> None:
-        """Begin to look, in the background."""
+        """Start the background thread that looks every few seconds."""
         if self._thread is None and not self._ended:
             self._thread = Thread("ddpdebug-coverage", self._run)
 
     def tell(self) -> None:
-        """Send the other ranks this rank's account, as it is when it leaves."""
+        """Announce this rank's account to the others, as it leaves."""
         self._announce(self._account())
 
     def close(self, *, look: bool = True) -> None:
-        """Look for the last time; not where this was no rank of the run."""
+        """Stop the thread and look for the last time, unless this was no rank of the run."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(0.5)
@@ -154,7 +154,7 @@ class Covering:
     # --- what is known ------------------------------------------------------------------------------------------------
 
     def coverage(self) -> Coverage:
-        """Return what is known now."""
+        """Return the coverage as known now."""
         own = self._account()
         apart = "" if self._world == 1 else self._apart(own)
         accounts = {**self._others, self._rank: own}
@@ -174,7 +174,7 @@ class Covering:
         return f"the other ranks have not answered for {_SILENT_SECONDS:g} s" if silent and not self._ended else ""
 
     def look(self) -> None:
-        """Bring everything up to date: say what there is to say, and hand the record to the sinks."""
+        """Update the coverage: print what is due, and pass the record to the sinks."""
         alone = self._looking.acquire(timeout=1.0)  # one that waits for a store that is gone must not hold the end up
         try:
             now, own = self._clock(), self._account()

@@ -1,4 +1,4 @@
-"""The questions that the diagnosis has asked this rank and that wait for their answer. Background thread only."""
+"""Detail requests of the diagnosis to this rank that wait for their answer. Background thread only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHANGED = ("changed size during iteration", "mutated during iteration", "change
 
 
 class Answering:
-    """Answers about recent steps, as soon as the answer is complete or has waited long enough.
+    """Answers detail requests about recent steps, once the answer is complete or the request has waited long enough.
 
     Args:
         state: what takes part in the steps.
@@ -46,16 +46,16 @@ class Answering:
         self._asked: list[tuple[Request, int]] = []
 
     def ask(self, requests: Iterable[Request]) -> None:
-        """Take questions."""
+        """Queue requests."""
         self._asked += [(request, 0) for request in requests]
 
     def again(self, record: StepRecord, kind: str) -> None:
-        """Answer, asked or not, once something has become known; from any thread."""
+        """Send an answer again, requested or not, after new facts have become known; from any thread."""
         value = answer(kind, record, self._sources)
         self._tell(Request(optimizer=record.optimizer, step=record.step, kind=kind), value)
 
     def now(self, request: Request) -> Detail | None:
-        """Return the answer as far as it is known."""
+        """Return the answer as known now; None if there is none."""
         record, part = self._record(request), f"answer:{request.kind}"
         value = None if record is None else self._guard.run(part, self._try, answer, request.kind, record)
         return None if value is _LATER else value
@@ -64,7 +64,7 @@ class Answering:
         return (self._last if request.last else self._store).get(request.optimizer, request.step)
 
     def work(self, *, patient: bool) -> None:
-        """Answer what can be answered; everything, if not `patient`."""
+        """Answer the requests whose answers are complete; all of them, if not `patient`."""
         asked, self._asked = self._asked, []
         for request, ticks in asked:
             record = self._record(request)

@@ -49,19 +49,19 @@ _MAX_NAMES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The tables from which answers are taken, beside the record of the step."""
+    """The tables for answers, beside the record of the step."""
 
     state: StepState
     holders: HolderSearch
 
 
 def answer(kind: str, record: StepRecord, sources: Sources) -> Detail | None:
-    """Return one kind of detail (see `schema/details.py`) for a step of this rank; None where it cannot tell."""
+    """Return one kind of detail (see `schema/details.py`) for a step of this rank; None if it is unknown."""
     return _BUILDERS[kind](record, sources)
 
 
 def is_known(kind: str, record: StepRecord, sources: Sources) -> bool:
-    """Whether the answer is complete: some things show a little later, as the line of a direct call."""
+    """Whether the answer is complete: some parts arrive later, such as the line of a direct call."""
     if kind == "holders":
         return sources.holders.known()
     if kind == "numerics":

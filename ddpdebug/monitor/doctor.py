@@ -1,4 +1,4 @@
-"""The facts behind `ddpdebug doctor`: versions, machine, private names of torch, wrappers, side group; and what is off.
+"""The facts for `ddpdebug doctor`: versions, machine, torch's private names, wrappers, side group; parts that are off.
 
 The list of what is patched comes from a real attaching to this process, which is taken back at once.
 """
@@ -59,7 +59,7 @@ assert nodes.NODES  # they are in the table of names once the module is loaded
 
 @dataclass(frozen=True)
 class FeatureState:
-    """A feature that stands on private names of torch.
+    """A feature of ddpdebug that depends on private names of torch.
 
     Args:
         names: how many there are; of these `absent` cannot be there in this build of torch.
@@ -104,7 +104,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine: side group, metrics port, what shows hangs, run directory.
+    """A check of this machine: side group, metrics port, means to examine hangs, run directory.
 
     Args:
         fine: None where it is only reported, whatever it is.
@@ -117,7 +117,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """The answer of `ddpdebug doctor`."""
+    """The result of `ddpdebug doctor`."""
 
     versions: dict[str, str]
     backends: dict[str, str]
@@ -127,7 +127,7 @@ class Report:
 
     @property
     def off(self) -> list[str]:
-        """What is off, in words; empty where everything is there."""
+        """Descriptions of the parts that are off; empty if all work."""
         found = [f"{name}: {off}" for feature in self.features for name, off in feature.missing.items()]
         found += [f"{w.where} could not be wrapped: {w.why}" for w in self.attached.wrappers if not w.in_place]
         found += [f"{w.where} is hidden under {w.under}: {w.why}" for w in self.attached.wrappers if w.under]
@@ -138,7 +138,7 @@ class Report:
 
     @property
     def missing(self) -> list[str]:
-        """What is not installed here, or low, and the command that helps; ddpdebug needs none of it."""
+        """Optional packages and limits that are missing or low, with the command that helps."""
         return [
             f"{check.name} {check.text.removeprefix(_NOT_HERE)}"
             for check in self.checks
@@ -151,7 +151,7 @@ class Report:
 
 
 def examine(config: Config, imports: Sequence[str] = ()) -> Report:
-    """Return what this machine and this torch give to ddpdebug.
+    """Examine what this machine and this torch offer to ddpdebug.
 
     Args:
         config: the settings that a job would have here.
@@ -164,7 +164,7 @@ def examine(config: Config, imports: Sequence[str] = ()) -> Report:
 
 
 def features() -> tuple[FeatureState, ...]:
-    """Return the features by which private names of torch are used, each with what is missing."""
+    """Return the features that depend on private names of torch, each with its missing names."""
     found = []
     for feature in dict.fromkeys(name.feature.name for name in names.TABLE):
         members = [name for name in names.TABLE if name.feature.name == feature]
@@ -175,12 +175,12 @@ def features() -> tuple[FeatureState, ...]:
 
 
 def names_of(feature: FeatureState) -> list[names.Name]:
-    """Return the names that a feature stands on."""
+    """Return the private names that a feature depends on."""
     return [name for name in names.TABLE if name.feature.name == feature.name]
 
 
 def attach_and_detach(imports: Iterable[str] = ()) -> Attached:
-    """Attach to this process, look at what is in place, and take it back.
+    """Attach to this process, examine the wrappers, and detach.
 
     Raises:
         UsageError: a module of `imports` cannot be loaded.

@@ -1,4 +1,4 @@
-"""What one rank is asked of the first steps, whatever they show: how the run is made. Torch-free."""
+"""Detail requests about the first steps, whatever they show: how the run is set up. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Asked:
 
 
 class FirstSteps:
-    """Asks the lowest rank about a few steps of each optimizer; the answers are kept and judged by nobody."""
+    """Requests details of each optimizer's first steps from the lowest rank; they are saved, no rule judges them."""
 
     def __init__(self) -> None:
         self._asked: dict[int, _Asked] = {}
 
     def questions(self, step: Step) -> list[Request]:
-        """Return what to ask about a step."""
+        """Return the requests about a step."""
         if not step.rows or step.any(Flag.ALONE | Flag.LAST_STATE):
             return []
         rank, known = min(step.rows), self._asked.setdefault(step.optimizer, _Asked())

@@ -1,4 +1,4 @@
-"""The end of a job that hangs, where that was asked for: `--on-hang stop`, and `check` under a launcher.
+"""The stop of a hanging job, if requested: `--on-hang stop`, and `check` under a launcher.
 
 A rank leaves once a hang stands (`schema/hangs.py`), and as long as nobody is at work: a checkpoint that rank 0
 writes while the others wait for a rank that has gone is worth more than the seconds. Ranks that can talk say that they
@@ -38,7 +38,7 @@ TOGETHER_SECONDS = 1.0
 
 
 class HangStop:
-    """Decides when this rank leaves. Used from one thread at a time.
+    """Decides when this rank exits. Used by one thread at a time.
 
     Args:
         findings: returns what this rank has found.
@@ -63,11 +63,11 @@ class HangStop:
         self._read: tuple[float, Sequence[Finding]] = 0.0, ()
 
     def hear(self, rank: int, hang: str) -> None:
-        """Note that a rank is ready."""
+        """Note that a rank is ready to exit."""
         self._ready.setdefault(hang, set()).add(rank)
 
     def tick(self, own: RankProgress, needed: Collection[int], now: float) -> None:
-        """Say that this rank is ready, and leave once all are: they have heard the same.
+        """Announce that this rank is ready to exit, and exit once all are: they have heard the same.
 
         Args:
             needed: the ranks that take part and have not ended.
@@ -84,11 +84,11 @@ class HangStop:
                 self._leave(known[name], TOGETHER_SECONDS)
 
     def standing(self) -> Finding | None:
-        """Return a hang that stands, as far as this rank knows."""
+        """Return a persistent hang that this rank knows of; None if there is none."""
         return next(filter(stands, (*self._findings(), *self._written())), None)
 
     def alone(self, own: RankProgress, others: Iterable[Seen], now: float) -> None:
-        """Leave where a hang stands and none of the ranks that this one can see is at work."""
+        """Exit if a hang persists and every visible rank is idle."""
         if now - self._read[0] >= _READ_SECONDS:
             self._read = now, self._written()
         known = {name_of(finding): finding for finding in self._read[1]}
@@ -101,7 +101,7 @@ class HangStop:
 
 
 def is_at_rest(look: RankProgress) -> bool:
-    """Whether a rank waits for others, or nothing moves in it."""
+    """Whether a rank waits for others, or makes no progress."""
     return look.waiting or look.still >= STUCK_SECONDS
 
 
@@ -110,7 +110,7 @@ def _is_at_work(seen: Seen) -> bool:
 
 
 def line_of(finding: Finding, rank: int) -> str:
-    """Return the line that a rank says as it leaves."""
+    """Return the line that a rank prints as it exits."""
     where = f", {finding.location}" if finding.location else ""
     who, silent = culprits_text(finding), ""
     if finding.phase == "interpreter":
@@ -122,13 +122,13 @@ def line_of(finding: Finding, rank: int) -> str:
 
 
 def leave_in_time(seconds: float = _LEAVING_SECONDS) -> None:
-    """End this process in so many seconds at the latest, whatever it meets on its way out."""
+    """End this process after `seconds` at the latest, even if its exit handlers block."""
     with suppress(RuntimeError):  # no more threads
         Timer("ddpdebug-leaving", seconds, os._exit, EXIT_STATUS)
 
 
 def end_children() -> None:
-    """End the daemons among the children, as the interpreter does as it exits: a loader's workers may never end."""
+    """Terminate daemonic child processes, as the interpreter does at exit: a loader's workers may never end."""
     daemons = [child for child in multiprocessing.active_children() if child.daemon]
     for child in daemons:
         child.terminate()

@@ -1,4 +1,4 @@
-"""What a rank makes of what all ranks have sent: rows become steps, rules judge them, findings come. Torch-free.
+"""Judging on a rank: rows of all ranks become steps, the rules judge them, findings are reported. Torch-free.
 
 The first rank that takes part has the rules judge, in a process beside it (`companion.py`), and says to all what was
 found and what they are asked: they hear it in the same tick, this rank too. The next one goes on where it leaves.
@@ -39,7 +39,7 @@ _LAST_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlets:
-    """Where what is judged goes.
+    """The functions that receive the results of judging.
 
     Args:
         say: sends (kind, fields) to all ranks.
@@ -67,7 +67,7 @@ class Outlets:
 
 
 class Judging:
-    """The steps of all ranks, and what is found in them. Background thread only.
+    """The steps of all ranks, and their judging. Background thread only.
 
     Args:
         config: settings that rules read, and `world`.
@@ -113,7 +113,7 @@ class Judging:
 
     @property
     def busy(self) -> bool:
-        """Whether answers are to come soon, or questions."""
+        """Whether answers or questions are expected soon."""
         if "diagnosis" in self._guard.off:
             return False
         own = self._companion.busy if self.judges else self._has_steps
@@ -125,21 +125,21 @@ class Judging:
         return self._hears_itself or (self.judges and not self._takes_over)
 
     def meet(self) -> None:
-        """Begin anew with all ranks."""
+        """Start anew after a meeting of all ranks."""
         self._ended, self._awaited = set(), {}
         with self.lock:
             if self._hears:
                 self._companion.meet()
 
     def close(self) -> None:
-        """Let the companion go."""
+        """Close the companion."""
         with self.lock:
             self._companion.close()
 
     # --- rows and steps -----------------------------------------------------------------------------------------------
 
     def take(self, tick: Tick) -> None:
-        """Judge the steps that are complete with what a tick has brought; `conclude` says what was found in them."""
+        """Judge the steps that a tick has completed; `conclude` announces the results."""
         self._follow(tick.members)
         self._has_steps = False
         if self.many is None:
@@ -261,13 +261,13 @@ class Judging:
     # --- what ranks say -----------------------------------------------------------------------------------------------
 
     def hear_detail(self, ranks: Sequence[int], message: Mapping[str, Any]) -> None:
-        """Take an answer."""
+        """Pass a rank's detail to the rules."""
         place = int(message["optimizer"]), int(message["step"]), str(message["detail"])
         for rank in ranks if self.judges else ():
             self._companion.answer(rank, *place, message["value"], bool(message.get("last")))
 
     def hear_announcement(self, rank: int, topic: str, announcement: Announcement | None) -> None:
-        """Take what a rank announces; None is what cannot be read."""
+        """Pass a rank's announcement to the rules; None stands for a malformed one."""
         if topic == End.topic:
             self._ended.add(rank)
             promised = announcement.last_states if isinstance(announcement, End) else 0
@@ -278,7 +278,7 @@ class Judging:
             self._guard.run("diagnosis", self._companion.tell, topic, rank, announcement)
 
     def hear_judge(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> bool:
-        """Take what the rank that judges says, and what ranks of very many say to it; return whether it is that."""
+        """Handle a message of the judging rank, or one to it from many ranks; return whether it was one."""
         if kind == "findings":
             if self.rank in ranks and self._unheard:
                 self._to.report(self._unheard.pop(0), self.progress)
@@ -299,7 +299,7 @@ class Judging:
     # --- findings -----------------------------------------------------------------------------------------------------
 
     def conclude(self) -> None:
-        """Say what has come of the rules by now: what was found, and what the ranks are asked."""
+        """Announce the results of the rules so far: findings, and detail requests to the ranks."""
         if self._hears and self.judges:
             self._guard.run("diagnosis", lambda: self._pass_on(self._companion.tick()))
 
@@ -317,16 +317,16 @@ class Judging:
             self._to.say("ask", **about, kind_of=asked.kind, ranks=sorted(asked.ranks))
 
     def report_news(self) -> None:
-        """Report what comes of an announcement that only this rank has heard; nothing else is judged by it alone."""
+        """Report findings from an announcement that only this rank has heard; nothing else is judged by it alone."""
         self._guard.run("diagnosis", lambda: self._to.report(self._companion.news().found, self.progress))
 
     def hear_itself(self) -> None:
-        """Judge what this rank announces, which another one that judges cannot hear, in this process."""
+        """Judge this rank's announcements in this process, because the judging rank cannot hear them."""
         if not self.judges:
             self._hears_itself = self._companion.here = True
 
     def rest(self, *, lost: bool) -> None:
-        """Judge what is left, where nothing more comes.
+        """Judge the remaining steps, as no more rows come.
 
         A rank whose rows could not come any more has not failed to take the steps that they are about.
 

@@ -1,4 +1,4 @@
-"""The steps of very many ranks: what all of them know of a step, and the rows of all where a rule needs those.
+"""The steps of very many ranks: a summary of each step, and the rows of all ranks if a rule needs them.
 
 All ranks hear the same of each step (`exchange/partial.py`); one of them judges, the first. It asks for the rows of all
 ranks where these begin to differ, where a rule asks for them, in the first steps, and once a minute: rules that compare
@@ -61,7 +61,7 @@ _LEAST_SHARE = 0.001
 
 
 class Allowance:
-    """The processor time that judging may take: a share of the run's, and some at once.
+    """The processor time that judging may use: a share of the run's time, with some in advance.
 
     Args:
         clock: seconds.
@@ -72,19 +72,19 @@ class Allowance:
         self._clock, self._since, self._left = clock, clock(), _AT_ONCE
 
     def has(self, *, telling: bool = False) -> bool:
-        """Whether there is time left, for what tells much also where it is borrowed."""
+        """Whether time is left; for a step with strong signs (`telling`) also on credit."""
         now = self._clock()
         self._left = min(_AT_ONCE, self._left + (now - self._since) * max(self.share, _LEAST_SHARE))
         self._since = now
         return self._left > (-_DEBT if telling else 0.0)
 
     def spend(self, seconds: float) -> None:
-        """Take time that was used."""
+        """Subtract used time."""
         self._left -= seconds
 
 
 def fault_of_part(key: Key, part: StepPart, world: int, progress: int) -> str | None:
-    """Say why the rows of a step cannot be what these ranks saw, None where they can.
+    """Return why the rows of a step are impossible; None if they are plausible.
 
     Args:
         progress: steps that the fastest rank has taken.
@@ -105,7 +105,7 @@ def fault_of_part(key: Key, part: StepPart, world: int, progress: int) -> str | 
 
 
 class PartAssembler:
-    """Joins what comes of a step in several ticks, until all members have taken it."""
+    """Merges the parts of a step from several ticks, until all members have taken it."""
 
     def __init__(self) -> None:
         self._open: dict[Key, StepPart] = {}
@@ -114,7 +114,7 @@ class PartAssembler:
         self._came: dict[int, int] = {}  # step -> who has taken it, by any optimizer; the newest ones
 
     def add(self, key: Key, part: StepPart) -> None:
-        """Take what has come; what comes after its step was judged is dropped."""
+        """Add a part; one that arrives after its step was judged is dropped."""
         optimizer, step, last = key
         self._came[step] = self._came.get(step, 0) | part.ranks
         if len(self._came) > 2 * LATE_STEPS:
@@ -130,7 +130,7 @@ class PartAssembler:
     def ready(
         self, members: int, *, everything: bool = False, last_states: bool = False
     ) -> Iterator[tuple[Key, StepPart]]:
-        """Yield the steps that all members have taken, and those that are overdue, in ascending order.
+        """Yield the steps that all members have taken, and overdue ones, in ascending order.
 
         Args:
             members: as a set of ranks.
@@ -158,7 +158,7 @@ class PartAssembler:
 
 
 def chosen_step(key: Key, part: StepPart, world: int | None = None) -> Step:
-    """Return the step of the rows that are kept, of a job of so many ranks; by default those that have taken it."""
+    """Return the step made of the kept rows, for a job of `world` ranks; by default of those that have taken it."""
     rows = {rank: decode(data) for rank, data in part.rows().items()}
     known = [(kind, members, data) for kind, (members, data) in part.classes.items()]
     kinds = {decode(data).rank: set_of(members) for kind, members, data in known if kind != REST}
@@ -207,7 +207,7 @@ class _Parked:
 
 
 class WholeSteps:
-    """The steps in the order in which they are judged, with the rows of all ranks where those are wanted.
+    """The steps in judging order, with the rows of all ranks if they are wanted.
 
     Args:
         world: ranks.
@@ -232,7 +232,7 @@ class WholeSteps:
         self._credits: OrderedDict[Hashable, _Credit] = OrderedDict()
 
     def add(self, key: Key, part: StepPart, step: Step) -> None:
-        """Take the next step."""
+        """Add the next step."""
         parked = _Parked(key, step, part.ranks)
         self._parked.append(parked)
         if self.wants(key, part, step):
@@ -240,7 +240,7 @@ class WholeSteps:
             self._ask(key)
 
     def hear(self, rank: int, data: str) -> None:
-        """Take the row of a rank, as `Rows.answer` sends it."""
+        """Add the row of a rank, in the form of `Rows.answer`."""
         try:
             row = decode(base64.b64decode(data, validate=True))
         except (struct.error, ValueError) as error:
@@ -250,7 +250,7 @@ class WholeSteps:
                 parked.rows[rank] = row
 
     def ready(self, *, everything: bool = False) -> Iterator[Step]:
-        """Yield what can be judged, in order; called in each tick."""
+        """Yield the steps that can be judged, in order; called in each tick."""
         for parked in self._parked:
             parked.ticks += parked.rows is not None
         while self._parked:
@@ -268,11 +268,11 @@ class WholeSteps:
 
     @property
     def waiting(self) -> bool:
-        """Whether rows are waited for."""
+        """Whether a step waits for rows."""
         return bool(self._parked)
 
     def wants(self, key: Key, part: StepPart, step: Step) -> bool:
-        """Return, once of each step, whether its rows of all ranks are wanted."""
+        """Whether the rows of all ranks are wanted for a step; to be called once for each step."""
         now = self._clock()
         kinds = frozenset((members, decode(data).flags & _GRAVE) for members, data in part.classes.values())
         place = key[0], key[2]
@@ -323,7 +323,7 @@ _NONE: OrderedDict[Key, bytes] = OrderedDict()
 
 @dataclass(slots=True)
 class Rows:
-    """The newest rows of one rank, for the rank that judges."""
+    """The newest rows of this rank, kept for the judging rank."""
 
     kept: dict[int, OrderedDict[Key, bytes]] = field(default_factory=dict)  # by optimizer
 
@@ -337,20 +337,20 @@ class Rows:
         return data
 
     def own(self, key: Key) -> dict[int, Row]:
-        """Return its row of a step by its rank; empty where that is not kept."""
+        """Return this rank's row of a step, by rank; empty if it is not kept."""
         data = self.kept.get(key[0], _NONE).get(key)
         row = None if data is None else decode(data)
         return {} if row is None else {row.rank: row}
 
     def answer(self, keys: Iterable[Key]) -> list[str]:
-        """Return the rows of some steps, as text, of those that are kept."""
+        """Return the kept rows of some steps as texts."""
         found = [self.kept.get(key[0], _NONE).get(key) for key in keys]
         return [base64.b64encode(data).decode() for data in found if data is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """What is done with what a rank of very many hears.
+    """The functions that handle the steps and messages of very many ranks.
 
     Args:
         say: sends (kind, fields) to all ranks.
@@ -370,7 +370,7 @@ class Calls:
 
 
 class ManyRanks:
-    """One rank of very many: what it keeps, and what comes of what it hears. Background thread only.
+    """The state of one rank among very many, and its handling of steps and messages. Background thread only.
 
     Args:
         clock: seconds.
@@ -398,16 +398,16 @@ class ManyRanks:
         self._doubted = self._is_expecting = False
 
     def limit(self, share: float) -> None:
-        """Bound the share of the run's time that judging takes; the rows of all ranks may take half of it besides."""
+        """Limit judging to a share of the run's time; fetching the rows of all ranks may take half as much again."""
         self.allowance.share, self.whole.allowance.share = share, share / 2
 
     @property
     def busy(self) -> bool:
-        """Whether the judge waits for rows of the others, or is likely to ask this rank at once for its own."""
+        """Whether the judging rank waits for rows, or will probably ask this rank for its own at once."""
         return self.whole.waiting if self.judges else self._is_expecting
 
     def take(self, tick: Tick) -> None:
-        """Take the announcements of all ranks about their steps."""
+        """Add the rows of all ranks in a tick."""
         if tick.members is not self._members:
             self._members, self._everyone = tick.members, sum(1 << rank for rank in tick.members)
         for key, part in tick.parts.items():
@@ -420,7 +420,7 @@ class ManyRanks:
                     self._calls.tell("rows of a step", f"{fault}; they are left out, and so are others like them")
 
     def work(self, *, last_states: bool) -> None:
-        """Follow the steps that are complete; the rank that judges may wait for the rows of all.
+        """Process the complete steps; the judging rank may first wait for the rows of all ranks.
 
         Args:
             last_states: no more of these come.
@@ -455,7 +455,7 @@ class ManyRanks:
         (self.allowance if step.chosen else self.whole.allowance).spend(self._used() - begun)
 
     def rest(self, *, complete: bool) -> None:
-        """Judge what is left, where nothing more comes.
+        """Judge the remaining steps, as no more rows come.
 
         Args:
             complete: leave out steps that some ranks were not heard of.
@@ -467,7 +467,7 @@ class ManyRanks:
             self._calls.judge(step)
 
     def hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
-        """Take one of `MESSAGES`, which several ranks may have said in the same words."""
+        """Handle one of `MESSAGES`, which several ranks may have sent in the same words."""
         if kind == "rows":
             optimizer, step, last = message["key"]
             for data in self.rows.answer([(int(optimizer), int(step), bool(last))]):

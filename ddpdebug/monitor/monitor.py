@@ -278,12 +278,12 @@ class Monitor:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, oldest first."""
+        """The findings so far, oldest first."""
         return self.reporter.findings
 
     @property
     def coverage(self) -> Coverage:
-        """What was looked at so far and what was not."""
+        """The coverage so far: checks that were made and checks that were not."""
         return self.covering.coverage()
 
     def _repr_html_(self) -> str:
@@ -301,7 +301,7 @@ class Monitor:
         self.probes.replicas.add(name, module)
 
     def expect_growth(self, what: str, size: int | None = None) -> None:
-        """Declare memory that grows on purpose (a replay buffer), by `size` bytes at most; None is without a limit."""
+        """Declare intended memory growth (a replay buffer), of at most `size` bytes; None sets no limit."""
         self.memory.expect(what, size)
 
     def agree(self, *batch: Any) -> None:
@@ -314,7 +314,7 @@ class Monitor:
             self.agreement.offer(batch)
 
     def close(self, reason: str = "finished", exit_code: int | None = 0, error: BaseException | None = None) -> None:
-        """Deliver what is queued, write the outcome and take all hooks away. Idempotent; takes 5 s at most.
+        """Send all queued data, write the outcome and remove all hooks. Idempotent; takes 5 s at most.
 
         Where a question is open, or the companion answers slowly, it takes up to 10 s more.
 
@@ -445,7 +445,7 @@ class Monitor:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Put the hooks in place; from here on training is seen."""
+        """Install the hooks."""
         devices.failure.when(self._device_failed)
         self._pusher = self.guard.run("pusher", start_pusher, self.config, os.environ, self._trouble)
         self._served = self.guard.run("companion", self._start_beside)
@@ -481,7 +481,7 @@ class Monitor:
         self.close_by(None if goes_on else getattr(sys, "last_value", None))
 
     def close_by(self, error: BaseException | None) -> None:
-        """Close because of what has ended the training; None where it came to its end."""
+        """Close because of the exception that ended the training; None for a normal end."""
         if error is None:
             self.close()
         elif isinstance(error, StopRun):
@@ -492,7 +492,7 @@ class Monitor:
             self.close(f"exception: {text_of(error)}", 1, error)
 
     def forked(self) -> None:
-        """Detach in a forked child, which is not the rank. Its threads are not here: nothing is joined or freed."""
+        """Detach in a forked child, which is no rank. Its threads do not exist here: nothing is joined or freed."""
         self._closed = True
         self.probes.last_state.close()
         self.probes.remove()

@@ -1,4 +1,4 @@
-"""The hangs that are open as far as one rank knows: what of a verdict is new, what is over, and who hears of it."""
+"""The open hangs that one rank knows of: new verdicts, ends of hangs, and their announcement."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _calls(look: RankProgress) -> set[tuple[str, int, str]]:
 
 
 class OpenHangs:
-    """The hangs that go on, and who waits for whom: told to the other ranks, to this rank's diagnosis, to the sinks.
+    """The open hangs and the waiting ranks, reported to other ranks, to this rank's diagnosis and to the sinks.
 
     Args:
         ranks: what this rank knows of all.
@@ -112,7 +112,7 @@ class OpenHangs:
     # --- who has told of what -----------------------------------------------------------------------------------------
 
     def hear(self, rank: int, announcement: Hang | HangOver) -> None:
-        """Note which hangs are open, whoever has told them."""
+        """Record a hang, or its end, that any rank has announced."""
         if rank == self._ranks.rank:
             self._note_heard(announcement)
         elif isinstance(announcement, HangOver):
@@ -132,7 +132,7 @@ class OpenHangs:
             self._speak()
 
     def tell_unheard(self) -> None:
-        """Say here what the others can hear no more."""
+        """Report on this rank what the others can no longer hear."""
         unheard, self._unheard = self._unheard, []
         for one in unheard:
             self._speak()
@@ -147,7 +147,7 @@ class OpenHangs:
             self._stand_in()
 
     def tell_alone(self) -> None:
-        """Send the others what they could not hear: this rank has heard it."""
+        """Announce what the others could not hear before, though this rank has reported it."""
         for known in self._alone:
             self._announce(known)
         self._alone.clear()
@@ -167,7 +167,7 @@ class OpenHangs:
         begins: bool = True,
         seen: Mapping[int, Seen] | None = None,
     ) -> None:
-        """Say what is new, and what is over.
+        """Announce what a verdict changes: a new hang, or the end of one.
 
         Args:
             alone: the other ranks cannot hear it.
@@ -194,7 +194,7 @@ class OpenHangs:
         self._share(busy, line if begins else "", alone=alone)
 
     def closes(self, hang: Hang, begins: bool) -> bool:  # noqa: FBT001 - as `conclude` has it
-        """Whether this rank says that a hang is over: its own, and those of a judge that has gone."""
+        """Whether this rank announces the end of a hang: of its own ones, and of those of a judge that is gone."""
         gone = hang.judge in self._ranks.left or hang.judge not in self._ranks.members
         return hang.judge == self._ranks.rank or (begins and gone)
 
@@ -263,13 +263,13 @@ class OpenHangs:
         return f"others wait, for {found.waited:.0f} s so far: {calls}; {who}"
 
     def take(self, *kinds: str) -> list[_Open]:
-        """Take out the hangs of these kinds that this rank has told."""
+        """Remove and return the hangs of these kinds that this rank has announced."""
         keys = [key for key, one in self.open.items() if key[0] == self._ranks.rank and one.hang.kind in kinds]
         return [self.open.pop(key) for key in keys]
 
     @staticmethod
     def over(one: _Open, now: float) -> HangOver:
-        """Return that a hang is over."""
+        """Return the announcement that a hang is over."""
         return HangOver(number=one.hang.number, judge=one.hang.judge, seconds=round(now - one.began, 1))
 
     # --- who waits for whom, for the sinks ----------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class OpenHangs:
             self._say("waiting", **fields, phase=new.phase, location=new.location, line=line)
 
     def hear_waiting(self, message: Mapping[str, Any]) -> None:
-        """Take what the waiting comes to, as the rank that judges says."""
+        """Record the judging rank's verdict about waiting ranks."""
         self.waiting = Waiting(
             state=WaitState(message["state"]),
             ranks=tuple([int(each) for each in message["ranks"]]),
@@ -305,7 +305,7 @@ class OpenHangs:
         )
 
     def tell_waiting(self, now: float) -> None:
-        """Give the sinks what is new, and every few seconds what lasts."""
+        """Send the sinks a changed state of waiting at once, and a lasting one every few seconds."""
         record = replace(self.waiting, seconds=self._seconds(now))
         before, when = self._written
         new = (record.state, record.ranks, bool(record.seconds)) != (before.state, before.ranks, bool(before.seconds))

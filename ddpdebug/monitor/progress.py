@@ -1,4 +1,4 @@
-"""The watch over hangs of one rank: looks at its own process, hears the others, and says what their waiting comes to.
+"""The hang watch of one rank: observes its own process, hears the other ranks, and judges their waiting.
 
 Three ways in, all in the background thread:
 
@@ -64,7 +64,7 @@ _LOST_SECONDS, _LOST_LIMIT_SECONDS = 0.5, 600.0
 
 
 class ProgressWatch:
-    """The watch of one rank. Two threads of ours may be in it once the ranks can no longer talk: one lets it be then.
+    """The hang watch of one rank. Once the ranks cannot communicate, two threads may call it: one then does nothing.
 
     Args:
         folder: returns the run directory, None as long as there is none.
@@ -151,7 +151,7 @@ class ProgressWatch:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Say in the black box that this thread writes to a sink, which may block: it is not silent for that."""
+        """Mark in the black box that this thread writes to a sink, which may block: its silence then means nothing."""
         box = self.box if threading.get_ident() == self._ident and not self._is_off else None
         if box is not None:
             box.mark(_IN_A_SINK)
@@ -162,7 +162,7 @@ class ProgressWatch:
                 box.mark(_IS_OFF if self._is_off else 0)
 
     def went_off(self) -> None:
-        """Say in the black box that no look follows."""
+        """Mark the black box: this watch is off, silence means nothing."""
         self._is_off = True
         if self.box is not None:
             self.box.mark(_IS_OFF)
@@ -170,7 +170,7 @@ class ProgressWatch:
     # --- the ranks meet -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make the black box: whoever else is here sees this rank now."""
+        """Make the black box, by which other processes see this rank."""
         with self._alone_in() as held:
             if held:
                 self._ranks.met()
@@ -178,7 +178,7 @@ class ProgressWatch:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Look at the others in a thread of its own while this one is in a call that waits for all."""
+        """Observe the others in a separate thread while this one is in a call that waits for all ranks."""
         began, over = time.monotonic(), threading.Event()
 
         def look() -> None:
@@ -196,7 +196,7 @@ class ProgressWatch:
     # --- the ranks talk -----------------------------------------------------------------------------------------------
 
     def tick(self, members: Iterable[int]) -> None:
-        """Look, tell where somebody waits, and judge what all have told."""
+        """Observe this rank, announce a wait, and judge the observations of all ranks."""
         with self._alone_in() as held:
             if held and not self._lost:
                 self._tick(tuple(members))
@@ -231,7 +231,7 @@ class ProgressWatch:
             self._hang_stop.tick(own, present, now)
 
     def hear(self, rank: int, kind: str, message: Mapping[str, Any]) -> None:
-        """Take what another rank sees, or says that the waiting comes to."""
+        """Handle a message of another rank about its progress, or about the verdict on waiting ranks."""
         if kind == "progress":
             if self._ranks.hear_look(rank, message["look"]):
                 self._tell_until = time.monotonic() + self._tells
@@ -241,7 +241,7 @@ class ProgressWatch:
             self._hangs.hear_waiting(message)
 
     def hear_of(self, rank: int, announcement: Announcement | None) -> None:
-        """Note that a rank has failed, or has left, and why; where it runs; and which hangs are open."""
+        """Record a rank's announcement: failure, end, place, or an open hang."""
         if isinstance(announcement, Hang | HangOver):
             self._hangs.hear(rank, announcement)
         else:
@@ -252,7 +252,7 @@ class ProgressWatch:
         return self._hangs.knows(announcement)
 
     def entered(self) -> Mapping[str, int]:
-        """Return how many collectives of each group this rank has entered, for its end."""
+        """Return the number of collectives that this rank has entered, by group."""
         return self._watcher.entered()
 
     def _look(self) -> tuple[RankProgress, float]:
@@ -289,7 +289,7 @@ class ProgressWatch:
     # --- a rank does not answer ---------------------------------------------------------------------------------------
 
     def unanswered(self, seconds: float) -> None:
-        """Look while a gather has been waited for so long."""
+        """Observe the ranks from outside while a gather has been unanswered for `seconds`."""
         with self._alone_in() as held:
             if not held or self._lost:
                 return
@@ -320,7 +320,7 @@ class ProgressWatch:
     # --- the ranks can no longer talk ---------------------------------------------------------------------------------
 
     def lost(self) -> None:
-        """Go on for some minutes in a thread of its own, because the one that has called is about to end."""
+        """Continue for some minutes in a separate thread, because the calling one is about to end."""
         self._lost = self._hangs.lost = True
         with suppress(RuntimeError):  # the process may have no more threads
             self._thread = Thread("ddpdebug-progress", self._go_on)
@@ -349,13 +349,13 @@ class ProgressWatch:
             self._conclude(self._explained(self._ranks.about_left(killed, seen), seen), now, alone=True, seen=seen)
 
     def finish(self) -> None:
-        """Say that an open hang is over, because this rank has come to its end: no look may follow."""
+        """Announce the end of open hangs, because this rank has finished and observes no more."""
         with self._alone_in(_CLOSING_SECONDS) as held:
             for one in self._hangs.take("silent", "stuck", "busy") if held else ():
                 self._announce(self._hangs.over(one, time.monotonic()))
 
     def close(self, reason: str) -> None:
-        """End the watch; where this rank ends because another one has gone, say so first."""
+        """End the watch; if this rank ends because another one is gone, report that first."""
         self._stop.set()
         if self._beats is not None:
             self._beats.close()
@@ -370,7 +370,7 @@ class ProgressWatch:
             self.box.close()
 
     def thrown_out(self, reason: str) -> None:
-        """Say who has gone, where that ended the script of this rank: it may be killed while it takes leave."""
+        """Report the rank whose loss ended this rank's script: this process may be killed while it closes."""
         with self._alone_in(_CLOSING_SECONDS) as held:
             if held:
                 self._judge_thrown_out(reason, alone=self._lost)
@@ -426,7 +426,7 @@ class ProgressWatch:
         return bool(signal.sigpending() & asked) or os.getppid() != self._parent
 
     def note_end(self, reason: str) -> None:
-        """Leave in the black box why this rank ends."""
+        """Write the reason of this rank's end into the black box."""
         if self.box is not None:
             last = self._ranks.looks[self.rank][0]
             entered = self._watcher.entered() if reason in IN_ORDER else last.entered

@@ -1,4 +1,4 @@
-"""Which steps are watched, and which of them are checked in full; the same on every rank.
+"""The schedule of steps that are watched and of steps that are checked in full; the same on every rank.
 
 Both are functions of the gathered rows and the step's number. A step that is not watched runs as it would without
 ddpdebug but for a few tests of a flag: it is counted, and has no row.
@@ -87,22 +87,22 @@ class Schedule:
         self._undecided = 0  # rows since the last decision
 
     def follow(self, *, budget: float, every_step: bool) -> None:
-        """Take over the settings of rank 0: the ranks must check the same steps."""
+        """Adopt the settings of rank 0: the ranks must check the same steps."""
         self.budget, self.every_step = budget, every_step
 
     @property
     def ratio_of_run(self) -> float:
-        """What `ratio` is over all steps so far but the first, which begins with the script."""
+        """The overhead ratio over all steps so far except the first, which begins with the script."""
         cost, base = self._whole
         return cost / base if base else float("nan")
 
     @property
     def seconds_of_run(self) -> float:
-        """Seconds in ddpdebug on the worst rank, of all steps so far but the first."""
+        """The seconds that ddpdebug took on the worst rank, over all steps so far except the first."""
         return self._whole[0]
 
     def interval(self, optimizer: int, step: int) -> int:
-        """Return every how many steps one is checked, at a step."""
+        """Return the interval between checked steps, as it is at a step."""
         return self._at(optimizer, step).checked
 
     def _at(self, optimizer: int, step: int) -> _Plan:
@@ -117,11 +117,11 @@ class Schedule:
         return self.every_step or step % self._at(optimizer, step).checked == 0 or step in self._extra
 
     def watched(self, optimizer: int, step: int) -> bool:
-        """Whether a step is watched: it has a row."""
+        """Whether a step is watched, which means that it has a row."""
         return step % self._at(optimizer, step).watched == 0 or self.due(optimizer, step)
 
     def ahead(self, seconds: float) -> int:
-        """Return a number of steps that take about so long, so that all ranks hear of a step before they reach it."""
+        """Return the number of steps in about `seconds`, so that all ranks hear of a step before they reach it."""
         return _MIN_AHEAD + min(_MAX_AHEAD, math.ceil(seconds / self._pace(seconds)))
 
     def _pace(self, otherwise: float) -> float:
@@ -132,7 +132,7 @@ class Schedule:
         return statistics.median(self._base) + sum(self._costs) / max(1.0, spans)
 
     def bring_forward(self, progress: int) -> None:
-        """Check a step soon, because of a suspicion; every rank calls this at the same place among the rows.
+        """Schedule a check soon because of a suspicion; every rank calls this after the same rows.
 
         Args:
             progress: the newest step that any rank has reached.
@@ -146,7 +146,7 @@ class Schedule:
             self._extra = (*self._extra[-15:], step)
 
     def learn(self, step: Step, progress: int | None = None) -> None:
-        """Take the costs of one step of all ranks, and what looks suspicious; all call this with the same steps.
+        """Adapt to the cost and the suspicious signs of a step of all ranks; every rank calls this with the same steps.
 
         Args:
             progress: the newest step that any rank has reached; that of `step` by default.
@@ -235,7 +235,7 @@ def _every(cost: float, allowed: float, longest: float) -> int:
 
 
 class Signs:
-    """Suspicious changes in the rows of one optimizer's steps: jumps of loss or norm, skips, a rank that is absent."""
+    """Suspicious signs in the rows of one optimizer's steps: jumps of loss or norm, skips, an absent rank."""
 
     def __init__(self) -> None:
         self._losses: dict[int, deque[float]] = {}
@@ -244,7 +244,7 @@ class Signs:
         self._shown: frozenset[str] = frozenset()
 
     def see(self, step: Step) -> bool:
-        """Take a step; tell whether it begins to show a sign. One that stays is told of once."""
+        """Examine a step; return whether a sign begins in it. A lasting sign counts once."""
         if step.world < 2 or not step.rows:
             return False
         found = {

@@ -1,4 +1,4 @@
-"""What one rank knows of all: what they have told, and what black boxes, the kernel and the job's store show of them.
+"""The state of all ranks as one rank knows it: from messages, black boxes, the kernel and the job's store.
 
 The ranks of a host read each other's black boxes, and what the kernel shows of a process that gives no sign; of other
 hosts they hear through the job's store, where the lowest rank of each tells of those beside it.
@@ -49,7 +49,7 @@ _BEAT_FRAMES, _BEAT_CALLS, _BEAT_BYTES = 8, 8, 64 << 10
 
 
 class SeenRanks:
-    """What one rank knows of all, itself among them.
+    """The state of all ranks, itself included, as one rank knows it.
 
     Args:
         folder: returns the run directory, None as long as there is none.
@@ -93,7 +93,7 @@ class SeenRanks:
     # --- what they have told ------------------------------------------------------------------------------------------
 
     def hear_look(self, rank: int, look: Any) -> bool:
-        """Take what another rank sees; tell whether it waits."""
+        """Record another rank's progress; return whether that rank waits."""
         known = from_json(RankProgress, look)
         if known is None or known.rank != rank:
             return False
@@ -103,7 +103,7 @@ class SeenRanks:
         return known.waiting
 
     def hear_of(self, rank: int, announcement: Announcement | None) -> None:
-        """Note that a rank has failed, or has left, and why; and where it runs."""
+        """Record a rank's failure, its end with the reason, or its place."""
         if isinstance(announcement, Failure):
             self._failures[rank] = announcement
         elif isinstance(announcement, End):
@@ -113,18 +113,18 @@ class SeenRanks:
             self._nodes[rank] = announcement.node
 
     def met(self) -> None:
-        """Note that all ranks are there: those that had left have come back."""
+        """Note that all ranks are present: those that had left are back."""
         self.left, self.at_end, self._entered = {}, set(), {}
 
     def note_end(self, rank: int, reason: str) -> None:
-        """Note that a rank has ended; a reason takes the place of none."""
+        """Record the end of a rank; a known reason replaces none."""
         words = reason if reason.startswith("it ") else f"it has ended: {reason}"
         if rank in self.left and self.left[rank][0] != "it has left":
             return
         self.left[rank] = words, self.left.get(rank, ("", time.monotonic()))[1]
 
     def told(self, now: float) -> dict[int, Seen]:
-        """Return what is known of all ranks from what they have told."""
+        """Return the state of all ranks from their own messages."""
         found = {}
         for rank in range(self.world):
             look, when = self.looks.get(rank, (None, 0.0))
@@ -144,7 +144,7 @@ class SeenRanks:
     # --- what is seen of those that do not answer ---------------------------------------------------------------------
 
     def from_outside(self, now: float, *, whole: bool = True) -> tuple[dict[int, Seen], set[int]]:
-        """Return what is known of all ranks by their black boxes and the kernel, and which ranks run on this host.
+        """Return the state of all ranks by black boxes and kernel, and the ranks on this host.
 
         Files of ranks on other hosts are not read twice: a thousand ranks may share one file system.
 
@@ -230,7 +230,7 @@ class SeenRanks:
         *,
         speaks: bool,
     ) -> None:
-        """Announce this rank to other hosts, and add what is heard of theirs."""
+        """Publish this rank's state to other hosts, and add theirs to `seen`."""
         beats = self._beats
         assert beats is not None
         near = {rank: one for rank, one in seen.items() if rank in here and (one.silent or one.left)} if speaks else {}
@@ -278,7 +278,7 @@ class SeenRanks:
     # --- what they have noted -----------------------------------------------------------------------------------------
 
     def mismatch(self, seen: Mapping[int, Seen]) -> Hang | None:
-        """Return what the notes of all ranks say, also of those that are gone: calls that do not fit together."""
+        """Return a hang because of collectives that do not match, from the notes of all ranks, ended ones included."""
         known = parted(self._notes(seen))
         if known is None or not known.clash:
             return None
@@ -296,7 +296,7 @@ class SeenRanks:
         return {rank: notes for rank, notes in found.items() if notes}
 
     def with_notes(self, found: Hang) -> Hang:
-        """Add where the ranks' calls have parted, and of one that has left whether its data had come to an end."""
+        """Add the point at which the ranks' collectives diverge, and whether a rank that left had no data any more."""
         others = (rank for rank in range(self.world) if rank not in found.ranks)
         notes = self._notes((*found.ranks, *others))
         known, where = parted(notes), dict(found.where)
@@ -308,7 +308,7 @@ class SeenRanks:
         return replace(found, parted=told, where=where)
 
     def about_left(self, ranks: list[int], seen: Mapping[int, Seen]) -> Hang:
-        """Return that these ranks have left."""
+        """Return the hang that consists in these ranks having left."""
         last = seen[ranks[0]].progress
         return Hang(
             kind="left",
@@ -321,7 +321,7 @@ class SeenRanks:
 
 
 def answers(one: Seen) -> bool:
-    """Whether a rank is there, and can judge."""
+    """Whether a rank responds, and so can judge."""
     return one.progress is not None and not (one.silent or one.left)
 
 
@@ -344,7 +344,7 @@ def _beat_of(number: int, look: RankProgress, near: Mapping[int, Seen]) -> bytes
 
 
 def short(look: RankProgress) -> Any:
-    """Return a look as it is sent, with the first of its frames and the last of its collectives."""
+    """Return a rank's progress as it is sent, with its first stack frames and its last collectives only."""
     return to_json(replace(look, stack=look.stack[:_BEAT_FRAMES], recent=look.recent[-_BEAT_CALLS:]))
 
 
@@ -383,5 +383,5 @@ def _at(progress: RankProgress, at: frames.At) -> RankProgress:
 
 
 def box_of(home: Path, rank: int) -> Path:
-    """Return where a rank's black box is."""
+    """Return the path of a rank's black box."""
     return home / RANKS / str(rank) / black_box.NAME

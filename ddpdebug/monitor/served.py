@@ -1,4 +1,4 @@
-"""The sinks with a process beside this rank: one serves its records, one sends the run directory to a hub."""
+"""The sinks that use a process beside this rank: one serves its records, one sends the run directory to a hub."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOGGED = (RunStarted, StepJudged, Saved, FindingRaised)
 
 
 class Host:
-    """The process beside this rank, for who judges and who serves: another one where it has gone."""
+    """The companion process for judging and for serving; started again if it is gone."""
 
     def __init__(self) -> None:
         #: By what another rank's process on this node is found, which serves this rank too.
@@ -45,11 +45,11 @@ class Host:
         self._process: Beside | None = None
 
     def judge(self) -> Channel:
-        """Return the way to the rules; raise OSError where there can be no process."""
+        """Return the channel to the rules; raise OSError if there can be no process."""
         return self._channel(0)
 
     def records(self, patience: float = _DOOR_SECONDS, *, own: bool = True) -> Channel:
-        """Return a way to what serves; raise OSError where there can be no process.
+        """Return a channel to the server of records; raise OSError if there can be no process.
 
         Args:
             patience: another rank's process is waited for so long, seconds.
@@ -64,7 +64,7 @@ class Host:
         return self._channel(1)
 
     def close(self) -> None:
-        """Let the process go."""
+        """Release the process."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
@@ -80,7 +80,7 @@ class Host:
 
 
 class Served:
-    """The sink of what is served beside this rank.
+    """The sink that sends records to the serving process.
 
     Args:
         settings: of the endpoint (`settings_of`).
@@ -105,11 +105,11 @@ class Served:
             self._send(serve=self._settings)
 
     def report(self, tell: Callable[[Trouble], object]) -> None:
-        """Have what goes wrong reported."""
+        """Set the function that takes troubles."""
         self._tell = tell
 
     def open(self) -> str:
-        """Bind the port and return the address; raise OSError where that is not possible."""
+        """Bind the port and return the address; raise OSError if that fails."""
         said = dict[str, Any]()
         with suppress(GoneError):
             said = json.loads(self._channel.receive(_ADDRESS_SECONDS) or b"{}")
@@ -120,13 +120,13 @@ class Served:
         return self.url
 
     def let_in(self, door: str, rank: int) -> None:
-        """Have other ranks of this node served by the same process, which takes their steps from this rank."""
+        """Let the same process serve other ranks of this node, with steps from this rank."""
         self._door = dumped({"door": door, "rank": rank})
         with suppress(GoneError):  # the first record starts another one
             self._channel.send(self._door)
 
     def write(self, record: Record) -> None:
-        """Pass a record on; raise OSError where none can be any more."""
+        """Send a record; raise OSError if there can be no process any more."""
         known = isinstance(record, StepJudged) and self._is_known(record.step)
         about = None if known else json_of_record(record)
         if about is None and not known:
@@ -144,7 +144,7 @@ class Served:
             self._end()
 
     def close(self) -> None:
-        """Let go of the process, which serves what the run came to, if it was told."""
+        """Release the process, which goes on serving the run's result if it was sent."""
         self._channel.close()
 
     def _is_known(self, step: Step) -> bool:
@@ -198,7 +198,7 @@ class Served:
 
 
 class HubSink:
-    """The sink that has a hub told of the run, on rank 0 only; behind the one that writes the run directory.
+    """The sink that has a hub notified of the run, on rank 0 only; added behind the run directory's sink.
 
     Args:
         settings: `url`, `token` and `token_file`.
@@ -223,7 +223,7 @@ class HubSink:
         self._heard = clock()
 
     def write(self, record: Record) -> None:
-        """Have the run pushed from its first record on, and say what the hub has against it."""
+        """Push the run from its first record on, and report the hub's refusals."""
         match record:
             case RunStarted():
                 self._pusher.tell(**self._settings, directory=str(self._directory))
@@ -236,7 +236,7 @@ class HubSink:
                 self._say(self._pusher.hear())
 
     def close(self) -> None:
-        """Let go of the process, which goes on until the hub has the run."""
+        """Release the process, which goes on until the hub has the whole run."""
         self._pusher.close()
 
     def _end(self) -> None:
@@ -256,7 +256,7 @@ class HubSink:
 
 
 def settings_of(config: Config, local_rank: int, avoid: frozenset[int], *, contained: bool) -> dict[str, Any]:
-    """Return what the process must know that serves."""
+    """Return the settings of the serving process."""
     port = config.metrics_port + (local_rank if config.metrics_port and config.metrics == "per-rank" else 0)
     found = importlib.util.find_spec("prometheus_client")
     packages = "" if found is None or found.origin is None else str(Path(found.origin).parent.parent)
@@ -276,7 +276,7 @@ def settings_of(config: Config, local_rank: int, avoid: frozenset[int], *, conta
 
 
 def serving_of(config: Config) -> Serving:
-    """Return the settings of TLS and passwords."""
+    """Return the settings of TLS and authentication."""
     return Serving(
         certificate=config.metrics_tls_cert,
         key=config.metrics_tls_key,
@@ -286,5 +286,5 @@ def serving_of(config: Config) -> Serving:
 
 
 def is_found(config: Config) -> bool:
-    """Whether somebody may look for the endpoint after the run has ended."""
+    """Whether a scraper may still read the endpoint after the run has ended."""
     return config.linger > 0 and (config.sd_dir is not None or config.metrics_port != 0)

@@ -25,7 +25,7 @@ _ENDED = "the process group has ended before all ranks had come"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What this rank does while it meets the others.
+    """The callbacks of this rank for the meeting with the others.
 
     Args:
         identity: what all ranks must have in common; what begins with `~` is for rank 0 to decide.
@@ -45,7 +45,7 @@ class Meeting:
 
 
 class SideGroups:
-    """The side groups of one rank, each of the ranks that are left. `connect` is for the background thread.
+    """The side groups of one rank, a new one for the remaining ranks each time. `connect` is for the background thread.
 
     Args:
         number: of this monitor in its process; the ranks' n-th monitors belong together.
@@ -60,7 +60,7 @@ class SideGroups:
         self._roll: RollCall | None = None
 
     def open_store(self) -> str:
-        """Take the store of the job's process group; return why that cannot be, where it fails."""
+        """Open the store of the job's process group; return the reason if that fails, else an empty text."""
         self._group = internals.default_group_id()
         try:
             self.store = internals.private_store()
@@ -69,11 +69,11 @@ class SideGroups:
         return ""
 
     def let_store_go(self) -> None:
-        """Drop the store: one in a file goes with its last connection, before which the interpreter may end."""
+        """Drop the store: a file store ends with its last connection, which the interpreter's exit may precede."""
         self.store = self._roll = self._group = None
 
     def beats_prefix(self) -> str:
-        """Return with what the keys of this meeting begin."""
+        """Return the key prefix of this meeting."""
         return f"{self.prefix}/{'' if self._roll is None else self._roll.token}"
 
     def way_to_store(self) -> str:
@@ -81,7 +81,7 @@ class SideGroups:
         return address_towards(internals.store_host(self.store))
 
     def connect(self, generation: int, members: tuple[int, ...]) -> Group | Tree:
-        """Return the group of those that are left.
+        """Return the group of the remaining ranks.
 
         Raises:
             ConnectionError: the ranks cannot be compared, and why.
@@ -119,7 +119,7 @@ class SideGroups:
         return reason
 
     def take_store(self, group: object | None) -> bool:
-        """Take the store of a process group; return whether it is still the job's, which may end it at any moment.
+        """Open the store of a process group; return whether it is still the job's, which may destroy it at any time.
 
         Raises:
             ConnectionError: the group has other ranks, or its store gives no second connection.

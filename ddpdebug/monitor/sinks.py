@@ -1,4 +1,4 @@
-"""The sinks of a rank, the first record that they get, and where the rank runs, as it tells the others."""
+"""The sinks of a rank, their first record, and the rank's place as it is announced to the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
     door: str = "",
     pusher: Pusher | None = None,
 ) -> tuple[Fanout, RunStarted]:
-    """Return the sinks of a rank and the record with which the run begins.
+    """Return the sinks of a rank and the first record of the run.
 
     Args:
         directory: the run directory as it is shown.
@@ -110,7 +110,7 @@ def open_sinks(  # noqa: PLR0913 - who the rank is
 
 
 def serves(config: Config, rank: int) -> bool:
-    """Return whether a rank has an endpoint."""
+    """Whether a rank has a metrics endpoint."""
     return config.metrics == "per-rank" or (config.metrics == "rank0" and rank == 0)
 
 
@@ -140,7 +140,7 @@ class _InPlace:
 
 
 def stand_in(home: Path, rank: int, disk: Disk, judges: Callable[[], bool], *, quiet: bool) -> list[Sink]:
-    """Return sinks for a rank that has to say in the place of rank 0 what all wait for.
+    """Return sinks for a rank that reports in the place of rank 0.
 
     Args:
         judges: returns whether all that is found is its to say, and not only hangs.
@@ -152,7 +152,7 @@ def stand_in(home: Path, rank: int, disk: Disk, judges: Callable[[], bool], *, q
 
 
 def start_served(config: Config, environ: Mapping[str, str], host: Host, local_rank: int) -> Served:
-    """Have the process beside this rank serve it; raise what is in the way."""
+    """Start serving this rank in the companion process; raise if that is impossible."""
     return Served(host, settings_of(config, local_rank, ports_of_the_job(environ), contained=_is_contained(environ)))
 
 
@@ -165,37 +165,37 @@ def _is_contained(environ: Mapping[str, str]) -> bool:
 
 
 def runs_a_job(command: bytes) -> bool:
-    """Return whether a process is the launcher of a job, or waits for one, by its command line as the kernel has it."""
+    """Whether a process is the launcher of a job, or waits for one, by its command line as the kernel has it."""
     return (
         re.search(rb"(?:^|[\0\s]|/bin/)(?:ddpdebug|torchrun|torch\.distributed\.run)(?:[\0\s]|$)", command) is not None
     )
 
 
 def run_name(given: str | None, command: Sequence[str]) -> str:
-    """Return a name for people of at most 64 letters, digits, `_`, `.` and `-`: the given one, else the script's."""
+    """Return a readable name of at most 64 letters, digits, `_`, `.` and `-`: the given one, else the script's."""
     first, *rest = [*command[:2], ""]
     name = given or (rest[0] if first == "-m" else "" if first == "-c" else Path(first).stem) or "python"
     return re.sub(r"[^\w.-]+", "_", name)[:64]
 
 
 def scheduler_job(environ: Mapping[str, str]) -> str:
-    """Return the id by which the cluster's scheduler knows this job, empty where there is none."""
+    """Return the cluster scheduler's id of this job; empty if there is none."""
     return next((environ[name] for name in _JOB_IDS if environ.get(name)), "")
 
 
 def place(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return by what the scheduler and its users know this job, as its environment has it."""
+    """Return the variables by which the scheduler and its users identify this job."""
     return {name: environ[name][:200] for name in _PLACE if environ.get(name)}
 
 
 def owner() -> str:
-    """Return whose process this is; never asks a directory service, which may be far."""
+    """Return the owner of this process; never asks a directory service, which may be slow."""
     named = next((os.environ[name] for name in ("SLURM_JOB_USER", "USER", "LOGNAME") if os.environ.get(name)), "")
     return named[:64] or f"uid {os.getuid()}"
 
 
 def start_pusher(config: Config, environ: Mapping[str, str], tell: Callable[[str, str], None]) -> Pusher | None:
-    """Start what sends a hub the run; None where there is no hub, on other ranks, and where it cannot be started."""
+    """Start the process that sends the run to a hub; None without a hub, on other ranks, and if it cannot start."""
     if config.hub is None or environ.get("RANK", "0") != "0" or not sys.platform.startswith("linux"):
         return None
     try:
@@ -206,7 +206,7 @@ def start_pusher(config: Config, environ: Mapping[str, str], tell: Callable[[str
 
 
 def ports_of_the_job(environ: Mapping[str, str]) -> frozenset[int]:
-    """Return the ports that the job's environment names: it may listen there only later, on any of the nodes."""
+    """Return the ports in the job's environment variables: the job may listen on them later, on any of its nodes."""
     values = (value for name, value in environ.items() if name.endswith("_PORT") and not name.startswith("DDPDEBUG_"))
     return frozenset(int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 6)
 

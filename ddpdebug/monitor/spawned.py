@@ -1,4 +1,4 @@
-"""Ranks that a watched script starts by itself, through `torch.multiprocessing` or `multiprocessing`.
+"""Attaching to ranks that a watched script starts itself, by `torch.multiprocessing` or `multiprocessing`.
 
 In the script's process `Starts` puts a `Running` in the place of the process object's `run` while it starts. In the
 new process, spawned, forked or from a fork server, that calls the process's own `run` and nothing else, until a process
@@ -38,7 +38,7 @@ _GROUPS = "torch.distributed.distributed_c10d"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a rank that the script has started must know of its run.
+    """The facts about its run that a rank started by the script needs.
 
     Args:
         config: the settings, with the run directory that all such ranks share.
@@ -58,7 +58,7 @@ class Origin:
 
 
 class Running:
-    """What stands for the `run` of a process while it is started; picklable, and light to load."""
+    """Replacement for `Process.run` that attaches ddpdebug in the child; picklable, and light to load."""
 
     def __init__(self, origin: bytes) -> None:
         self._origin = origin  # loaded by a rank only
@@ -83,7 +83,7 @@ class Running:
 
 
 class Arrival:
-    """The way of one started process: to a process group, where there will be one, and out again."""
+    """The life of one started process as a possible rank: attached when it joins a process group, closed at its end."""
 
     def __init__(self, origin: bytes) -> None:
         self._origin = origin
@@ -92,7 +92,7 @@ class Arrival:
         self._entries: Any = None
 
     def await_group(self) -> None:
-        """Be called when a process group comes into being; does and loads nothing where torch is not loaded."""
+        """Register a callback for the creation of a process group; load nothing if torch is not loaded."""
         if _GROUPS not in sys.modules:
             return
         with suppress(Exception):  # nothing of ours keeps a process from running
@@ -113,13 +113,13 @@ class Arrival:
         self._monitor = origin.attach(origin)
 
     def leave(self, reason: str, exit_code: int | None, error: BaseException | None = None) -> None:
-        """Close what was attached."""
+        """Close the monitor, if one was attached."""
         monitor, self._monitor = self._monitor, None
         if monitor is not None and os.getpid() == self._pid:
             monitor.close(reason, exit_code, error)
 
     def leave_by(self, error: BaseException) -> None:
-        """Close because of an exception that ends the process."""
+        """Close the monitor because of an exception that ends the process."""
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             cause = error.__context__  # torch leaves so, once it has kept the error for the process that waits
@@ -143,7 +143,7 @@ def _tell(part: str, message: str) -> None:
 
 
 class Starts:
-    """The processes that the script starts, and which of them have become ranks.
+    """The processes that the script starts, and the ranks among them.
 
     Args:
         origin: makes what they must know, with their folder for notes.
@@ -159,7 +159,7 @@ class Starts:
         self._ranks: dict[int, Any] = {}  # process objects of those that are known to be ranks, by their rank
 
     def before(self, process: Any) -> None:
-        """Let a process that is about to start be attached to once it joins a group."""
+        """Prepare a process that is about to start, so that ddpdebug attaches once it joins a group."""
         if self._is_rank() or "run" in vars(process) or not _loads_the_same():
             return
         if self._origin is None:
@@ -168,14 +168,14 @@ class Starts:
         vars(process)["run"] = Running(self._pickled)
 
     def after(self, process: Any) -> None:
-        """Take back what `before` has done; the process has started, or has failed to."""
+        """Undo `before`, after the process has started or failed to."""
         if isinstance(vars(process).get("run"), Running):
             del vars(process)["run"]
             self._started = [ref for ref in self._started if ref() is not None]
             self._started.append(weakref.ref(process))
 
     def ranks(self) -> dict[int, Any]:
-        """Return the process objects of those that have become ranks, by their rank."""
+        """Return the process objects of started ranks, by rank."""
         if self._origin is None:
             return {}
         for process in [process for ref in tuple(self._started) if (process := ref()) is not None]:
@@ -186,7 +186,7 @@ class Starts:
 
     @property
     def any_ranks(self) -> bool:
-        """Whether a started process has become a rank, also one whose object is gone."""
+        """Whether a started process has become a rank, even if its process object is gone."""
         if self._origin is None:
             return False
         with suppress(OSError):
@@ -195,11 +195,11 @@ class Starts:
 
     @property
     def has_run(self) -> bool:
-        """Whether the run is that of the started processes: some are ranks, or may become ranks yet."""
+        """Whether the run is that of started processes: some are ranks, or may become ranks yet."""
         return self.any_ranks or any([_lives(process) for ref in self._started if (process := ref()) is not None])
 
     def close(self) -> None:
-        """Take the notes away, once the ranks are known."""
+        """Delete the notes, once the ranks are known."""
         if self._origin is not None and os.getpid() == self._pid:
             self.ranks()
             shutil.rmtree(self._origin.notes, ignore_errors=True)
@@ -226,7 +226,7 @@ def _folder() -> Path:
 
 
 def note(origin: Origin | None, rank: int) -> None:
-    """Note for the process that has started this one that it is a rank; nothing without an origin."""
+    """Note for the parent process that this one is a rank; do nothing without an origin."""
     if origin is None:
         return
     if origin.as_check:
@@ -236,7 +236,7 @@ def note(origin: Origin | None, rank: int) -> None:
 
 
 def keep(directory: Path, name: str, statuses: dict[int, int]) -> None:
-    """Write exit statuses for the one who judges the run; where that fails they are not known."""
+    """Write exit statuses for the judge of the run; if that fails they stay unknown."""
     with suppress(OSError):
         (directory / name).write_text(json.dumps({str(rank): code for rank, code in statuses.items()}), "ascii")
 

@@ -1,4 +1,4 @@
-"""Checks of model, data, loss and optimizer before training, on copies of what the script trains.
+"""Checks of model, data, loss and optimizer before training, on copies of the script's objects.
 
 The package can be called: `ddpdebug.preflight(model, loss_fn, optimizer, batches)` is `preflight` of `api`. Importing
 it does not load torch.

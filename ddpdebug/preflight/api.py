@@ -45,7 +45,7 @@ class Preflight:
         return render(self.checks)
 
     def write(self, directory: Path, title: str = "preflight") -> list[Path]:
-        """Write JSON, JUnit and a page into a directory; return the files."""
+        """Write JSON, JUnit and an HTML page into a directory; return the files."""
         return write(self.checks, directory, title)
 
 
@@ -86,7 +86,7 @@ def subject_of(
     val_batches: Iterable[Any] = (),
     **settings: Any,
 ) -> Subject:
-    """Return copies of what the caller gave."""
+    """Return the subject of the checks: copies of the caller's model, optimizer and batches."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"preflight needs a torch.nn.Module as model, not {type(model).__name__}")
     unknown = settings.keys() - _SETTINGS
@@ -122,7 +122,7 @@ def _taken(batches: Iterable[Any]) -> list[Any]:
 
 
 def takes_model(loss_fn: Callable[..., Any]) -> bool:
-    """Return by its first parameter's name whether a loss function takes the model rather than its output."""
+    """Whether the first parameter of a loss function is named like a model rather than like its output."""
     try:
         names = list(inspect.signature(loss_fn).parameters)
     except (TypeError, ValueError):

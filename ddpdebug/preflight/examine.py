@@ -1,4 +1,4 @@
-"""Runs the groups of checks one after the other, each on copies, within a time limit, leaving everything as it was."""
+"""Runs the groups of checks one after the other, on copies and within a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS = 60.0
 def examine(
     subject: Subject, groups: Sequence[str] | None = None, begins: Callable[[str], None] = lambda _: None
 ) -> list[Check]:
-    """Return what the checks of the groups say, or of all groups; one that raises is skipped and says why.
+    """Run the groups of checks, all by default, and return the results; a check that raises is skipped with its reason.
 
     Args:
         begins: called with the name of a group before its checks.
@@ -59,7 +59,7 @@ def _guarded(group: str, subject: Subject) -> list[Check]:
 
 
 def each(**parts: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return what the parts say, under their names; one that raises is skipped and says why."""
+    """Run parts of a check and return the results under the parts' names; a part that raises is skipped."""
     found: list[Check] = []
     for part, look in parts.items():
         own: list[Check] = []
@@ -74,7 +74,7 @@ def each(**parts: Callable[[], Iterable[Check]]) -> list[Check]:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an error with its `file:line`, that of the user's code if it is on the way."""
+    """Return the text of an error with its `file:line`, in the user's code if its traceback contains any."""
     if isinstance(error, TimeUp | UsageError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -48,7 +48,7 @@ _PASSING = frozenset(
 
 @dataclass(slots=True, kw_only=True)
 class LossCall:
-    """A call of a loss function; `squashed` names a softmax or sigmoid that the prediction has passed."""
+    """A call of a loss function; `squashed` names a softmax or sigmoid that was applied to the prediction before."""
 
     name: str
     prediction: Tensor
@@ -59,7 +59,7 @@ class LossCall:
 
     @property
     def reduction(self) -> str:
-        """The reduction from the losses of elements to one: `mean`, `sum` or `none`."""
+        """The reduction of element losses: `mean`, `sum` or `none`."""
         return str(self.settings.get("reduction", "mean"))
 
 
@@ -76,7 +76,7 @@ class Seen:
 
     @property
     def scalar(self) -> Tensor:
-        """The loss, which has been computed."""
+        """The computed loss; raises the recorded error if there is none."""
         if self.loss is None:
             raise self.error or UsageError("the loss function returned nothing")
         return self.loss
@@ -164,7 +164,7 @@ def observe_all(subject: Subject) -> list[Seen]:
 
 @contextmanager
 def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Give a list that the first call of the model, or of a part of it, fills with the tensors it takes."""
+    """Yield a list that is filled with the input tensors of the first call of the model or of a part of it."""
     found: list[Tensor] = []
 
     def note(_: str, __: nn.Module, args: Any, kwargs: Any) -> None:
@@ -176,7 +176,7 @@ def first_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def moments(values: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation of the elements, 0 for that of a single one; NaN for the mean of none."""
+    """Return mean and standard deviation of the elements; 0 as deviation of one element, NaN as mean of none."""
     flat = values.detach().double()
     return float(flat.mean()), float(flat.std()) if flat.numel() > 1 else 0.0
 
@@ -187,7 +187,7 @@ def floating(values: list[Tensor]) -> list[Tensor]:
 
 
 def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradient of each trainable parameter, dense and of its shape; None where the loss does not reach it.
+    """Return the gradient of each trainable parameter, dense and of its shape; None if the loss does not depend on it.
 
     Args:
         loss: one number.

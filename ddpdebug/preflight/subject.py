@@ -20,7 +20,7 @@ LossOf = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, Any]]
 
 @dataclass(slots=True, kw_only=True)
 class Subject:
-    """The caller's training, to be worked on without changing it: every check takes copies of the model.
+    """The training to examine; every check works on copies of the model.
 
     Args:
         model: as it was before the first optimizer step, without any DDP wrapper.
@@ -45,7 +45,7 @@ class Subject:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def recorded(self, most: int) -> Sequence[Any]:
-        """Return the first batches.
+        """Return at most `most` of the first batches.
 
         Raises:
             ddpdebug.UsageError: there is none, and why.

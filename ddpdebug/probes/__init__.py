@@ -1,1 +1,1 @@
-"""Look at the user's objects on the training thread and note what they see. Probes never judge and never raise."""
+"""Probes: they observe the user's objects on the training thread and record facts, never judge and never raise."""

@@ -1,4 +1,4 @@
-"""Numbers that may still be on a device: copied out without waiting, read later in the background thread."""
+"""Numbers that may still be on a device: copied without waiting, read later in the background thread."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Sampled:
 
 
 def sampled(tensor: torch.Tensor, limit: int) -> tuple[LaterOne, bool]:
-    """Return `fingerprint.sampled_fingerprint`, read later where the tensor is on a device.
+    """Return `fingerprint.sampled_fingerprint` of a tensor, read later if the tensor is on a device.
 
     What is there and no single block of memory (sparse, nested) is waited for.
     """
@@ -63,7 +63,7 @@ def sampled(tensor: torch.Tensor, limit: int) -> tuple[LaterOne, bool]:
 
 
 def digests(tensors: Sequence[torch.Tensor | None]) -> Later:
-    """Fingerprint tensors where they are; None has the digest 0. CPU tensors are read now, others asynchronously.
+    """Fingerprint tensors on their device; None has the digest 0. CPU tensors are read now, others asynchronously.
 
     What is this rank's part of something has the same digest on all ranks, since nobody else has that part.
     """
@@ -128,7 +128,7 @@ def _read(found: list[int], copies: Sequence[tuple[list[int], torch.Tensor, Call
 
 
 def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
-    """Like `digests`, but large tensors are only sampled; None where that is not cheap (not on the CPU)."""
+    """Fingerprint tensors as `digests` does, but only a sample of large ones; None if they are not on the CPU."""
     if False in {t.is_cpu for t in tensors}:
         return None
     small = False not in {t.nbytes <= fingerprint.GLANCE_BYTES for t in tensors}
@@ -140,7 +140,7 @@ def glances(tensors: Sequence[torch.Tensor]) -> Later | None:
 
 
 def digests_and_glances(tensors: Sequence[torch.Tensor]) -> tuple[Later, Later | None]:
-    """Return `digests` and `glances` of tensors; what a glance reads whole is read once."""
+    """Return `digests` and `glances` of tensors; each small tensor is read once."""
     later = digests(tensors)
     if False in {t.is_cpu for t in tensors}:
         return later, None
@@ -152,7 +152,7 @@ def digests_and_glances(tensors: Sequence[torch.Tensor]) -> tuple[Later, Later |
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> LaterFloats:
-    """Read zero-dimensional tensors, those of a device later; each is a fresh result that nobody changes in place."""
+    """Read zero-dimensional tensors, those of a device later; each must be a new result that nobody changes."""
     if not scalars:
         return list
     places = {s.device for s in scalars}

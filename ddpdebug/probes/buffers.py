@@ -1,4 +1,4 @@
-"""Looks at a DDP's buffers where they must be equal: right after its broadcast at the start of forward."""
+"""Fingerprints of a DDP's buffers at the moment when they must be equal: right after its broadcast in forward."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ddpdebug.probes.training_events import Bus, ForwardBegan, ForwardPrepared, 
 
 @dataclass(slots=True)
 class BufferLooks(Part, key="probe:buffers"):
-    """Names of buffers and their digests, by look."""
+    """Names and digests of buffers, one entry for each time they were read."""
 
     seen: list[tuple[list[str], device.Later]] = field(default_factory=list)
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
-        """Return one digest of all."""
+        """Return one digest of all buffers."""
         digests = [digest for _, later in self.seen for digest in later()] if record.checked else []
         return {"buffers_digest": combined(digests)}
 
 
 class Buffers:
-    """Takes them."""
+    """The probe of DDP's buffers."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._state = state
@@ -40,16 +40,16 @@ class Buffers:
         bus.on("probe:buffers", StepClosing, self.after_step)
 
     def before_forward(self, event: ForwardBegan) -> None:
-        """Ask DDP, before it starts the forward, whether it will broadcast buffers now."""
+        """Record, before a forward, whether DDP will broadcast its buffers now."""
         self._broadcast_done = internals.syncs_buffers_now(event.ddp)
 
     def after_broadcast(self, event: ForwardPrepared) -> None:
-        """Look at the buffers right after DDP's broadcast, before the module's forward may change them."""
+        """Fingerprint the buffers right after DDP's broadcast, before the module's forward may change them."""
         if self._state.checking and torch.is_grad_enabled() and self._broadcast_done:
             self.note(event.ddp)
 
     def after_step(self, event: StepClosing) -> None:
-        """Look at those that DDP does not broadcast."""
+        """Fingerprint the buffers that DDP does not broadcast."""
         if event.record.checked:
             for wrapper in event.watch.wrappers:
                 ddp = wrapper.ref()
@@ -57,7 +57,7 @@ class Buffers:
                     self.note(ddp)
 
     def note(self, ddp: DistributedDataParallel) -> None:
-        """Look at the buffers now."""
+        """Fingerprint a DDP's buffers now."""
         ignored = internals.ignored_names(ddp.module)
         named = [(n, b) for n, b in internals.named_buffers(ddp.module) if n not in ignored]
         if named:

@@ -1,4 +1,4 @@
-"""The modules and optimizers of this process: noted as they are built, or found where they were built before.
+"""The modules and optimizers of this process: recorded as they are built, or found if they were built before.
 
 Torch calls its public registration hooks for each parameter and child that a module gets, and a module that is copied
 or loaded gets its state through `Module.__setstate__`. Nothing is kept alive.
@@ -20,7 +20,7 @@ _SWEEP_AT, _LEAST = 2, 1024
 
 
 class Built:
-    """The living modules and optimizers, in the order in which they came."""
+    """The living modules and optimizers, in the order of their construction."""
 
     def __init__(self) -> None:
         self.modules_seen = 0  # grows with each new one
@@ -29,13 +29,13 @@ class Built:
         self._sweep_at = _LEAST
 
     def has_part(self, module: torch.nn.Module, _name: str, part: Any) -> None:
-        """Note a module that gets a parameter or a child, and the child."""
+        """Record a module that gets a parameter or a child, and the child."""
         self.module(module)
         if isinstance(part, torch.nn.Module):
             self.module(part)
 
     def module(self, module: torch.nn.Module, *_: Any) -> None:
-        """Note a module."""
+        """Record a module."""
         known = self._modules.get(id(module))
         if known is not None and known() is module:
             return
@@ -47,11 +47,11 @@ class Built:
             self._sweep_at = max(_LEAST, _SWEEP_AT * len(self._modules))
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer."""
+        """Record an optimizer."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
 
     def note(self, thing: Any) -> None:
-        """Note a module or an optimizer, by `type`: reading `__class__` of a proxy may run code of the script."""
+        """Record a module or an optimizer, by `type`: reading `__class__` of a proxy may run code of the script."""
         kind = type(thing)
         if issubclass(kind, torch.nn.Module):
             self.module(thing)
@@ -59,7 +59,7 @@ class Built:
             self.optimizer(thing)
 
     def look_around(self) -> None:
-        """Note what has been built before: a walk over all objects, tens of milliseconds, for who attaches late."""
+        """Record modules and optimizers built before a late attach: a walk over all objects, tens of milliseconds."""
         for thing in gc.get_objects():
             self.note(thing)
 
@@ -85,7 +85,7 @@ class Built:
         return [m for m in self.outermost() if any([id(p) in wanted for p in internals.parameters(m)])]
 
     def names(self, params: Sequence[torch.Tensor]) -> dict[int, str]:
-        """Name parameters that no DDP has, as their outermost module does; by their id."""
+        """Return the names of parameters without a DDP, in their outermost module, by the parameter's id."""
         wanted = {id(p) for p in params}
         names: dict[int, str] = {}
         for name, held in self._named(params):

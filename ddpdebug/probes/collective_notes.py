@@ -1,4 +1,4 @@
-"""Notes of the calls by which ranks communicate: what the black box of a rank keeps, and what a hang is explained by.
+"""Notes of communication calls, which the black box of a rank keeps to explain a hang.
 
 A call is noted as it begins, a few microseconds each: the operation, the group and the call's number in it, shapes, the
 rank that it names, the user's line, how far the rank was. What DDP issues from C++ is noted by what leads to it: the
@@ -102,7 +102,7 @@ class _Numbers:
 
 
 class CollectiveNotes:
-    """The notes of one process."""
+    """The notes of communication calls in one process."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._bus, self._state, self._entries = bus, state, entries_of(guard)
@@ -118,7 +118,7 @@ class CollectiveNotes:
         bus.on("probe:collectives", EpochEnded, self._data_ended)
 
     def install(self) -> None:
-        """Look at the functions of `torch.distributed` from here on: as soon as there are several ranks."""
+        """Observe the functions of `torch.distributed` from now on, once there are several ranks."""
         if self._is_placed or internals.anything_compiled():
             return
         self._is_placed = True
@@ -128,7 +128,7 @@ class CollectiveNotes:
         self._entries.in_code("probe:collectives", what, internals.look_at_collectives, self.issued, why, *timed)
 
     def write_to(self, write: Callable[[str], None]) -> None:
-        """Have notes written; those that are kept are written first."""
+        """Set the function that writes notes; kept notes are written first."""
         for text in tuple(self._kept):
             write(text)
         self._write = write
@@ -144,7 +144,7 @@ class CollectiveNotes:
         group: Any,
         frame: FrameType | None = None,
     ) -> None:
-        """Note a call that begins, in the function whose frame this is."""
+        """Note a communication call that begins; `frame` is that of its function."""
         if "send" in operation or "recv" in operation:
             self._state.messages = self._state.next_step()
         if operation in _UNCOUNTED:
@@ -183,12 +183,12 @@ class CollectiveNotes:
                 self._of_ddp(REDUCTIONS, ddp)
 
     def forward(self, ddp: DistributedDataParallel) -> None:
-        """Note a forward, whether its step is watched or not."""
+        """Note the buffer broadcast of a forward, in watched and unwatched steps."""
         if internals.syncs_buffers_now(ddp):
             self._of_ddp(BUFFERS, ddp)
 
     def backward(self) -> None:
-        """Note a backward of a step that is not watched."""
+        """Note the gradient reduction of a backward in an unwatched step."""
         if not self._is_placed:  # nobody else waits for this rank
             return
         for wrapper in self._state.wrappers:
@@ -254,6 +254,6 @@ class CollectiveNotes:
         return tuple([noted for text in tuple(self._kept) if (noted := Noted.read(text)) is not None])
 
     def number(self, group: str, count: int) -> int:
-        """Return the number of the newest collective at a count of the group's."""
+        """Return the number of the newest collective of a group, from the group's count."""
         numbers = self._numbers.get(group)
         return count if numbers is None else numbers.of(count)

@@ -1,4 +1,4 @@
-"""How long the garbage collector of Python has stopped a rank in a step: it holds the interpreter in whatever thread.
+"""The time that Python's garbage collector takes in a step: it stops all threads of the interpreter.
 
 Each collection is in it. Most take microseconds; those of the oldest generation walk over all objects, and a rank that
 makes one makes the others wait.
@@ -25,17 +25,17 @@ _KEPT = 4096
 
 @dataclass(slots=True)
 class Pauses(Part, key="probe:collector"):
-    """The time in the collector, in seconds."""
+    """The time in the garbage collector, in seconds."""
 
     seconds: float = math.nan
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return it."""
+        """Return the time in the garbage collector."""
         return {"gc_seconds": self.seconds}
 
 
 class CollectorPauses:
-    """Adds up the pauses from step to step, from the end of the first one on."""
+    """Adds up the collector's pauses from step to step, from the end of the first step on."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._state, self._entries = state, entries_of(guard)

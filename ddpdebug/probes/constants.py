@@ -1,4 +1,4 @@
-"""What a model computes with besides parameters and buffers: precision, tensors and numbers in plain attributes.
+"""Constants of a model besides parameters and buffers: precision, and tensors and numbers in plain attributes.
 
 Precision and tensors are told once; of numbers those that change while the model trains.
 """
@@ -38,7 +38,7 @@ _FIRST_TOLD, _SELDOM_TOLD = 8, 256
 
 
 class Settings:
-    """The settings of one DDP's module, as they were when it was wrapped."""
+    """The constants of one DDP's module, as they were at wrapping."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._forwards = 0
@@ -52,7 +52,7 @@ class Settings:
         ]
 
     def at_forward(self, module: torch.nn.Module, step: int = 0) -> Sequence[Precision | Constants | Numbers]:
-        """Return what is to be announced at this training forward, which belongs to an optimizer step."""
+        """Return the announcements that are due at this training forward, which belongs to an optimizer step."""
         self._forwards += 1
         if self._forwards == 1:
             self._numbers = _Numbers(module)

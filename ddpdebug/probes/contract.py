@@ -1,4 +1,4 @@
-"""The DDP contract, read from state that is there anyway: what the code promised and what it then did."""
+"""The DDP contract, read from existing state: the settings of the wrapper, and the use of it by the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOOK_FLAGS = {
 
 
 def flags(watch: OptimizerWatch) -> Flag:
-    """Return what the row says about the contract at the step of one optimizer."""
+    """Return the row's flags about the DDP contract at one optimizer's step."""
     found = Flag(0)
     owners = watch.wrappers
     if not owners:
@@ -39,7 +39,7 @@ def flags(watch: OptimizerWatch) -> Flag:
 
 
 def facts(watch: OptimizerWatch, *, wrappers: int, world: int) -> Contract:
-    """Return the part of the `contract` detail that is only known at the step itself."""
+    """Return the part of the `contract` detail that is known only at the step itself."""
     owners = watch.wrappers
     merged: dict[str, Any] = {}
     for wrapper in owners:

@@ -1,4 +1,4 @@
-"""What the training thread counts, so that silence does not pass for health: steps, parameters, processes.
+"""The training thread's counts for the coverage: steps, parameters, processes. Silence must not pass for health.
 
 It stands beside the other probes, not on them: it still counts where these are off.
 """
@@ -27,7 +27,7 @@ _COPIES = "they are of copies that each rank trains by itself, as an inner loop 
 
 
 class CoverageProbe:
-    """Counts optimizer steps, the parameters that cannot be compared, and the processes that the script starts.
+    """Counts optimizer steps, parameters that cannot be compared, and processes that the script starts.
 
     Args:
         on_child: called after the script has started a process, with whether a new interpreter was started for it.
@@ -53,7 +53,7 @@ class CoverageProbe:
         self._targets: dict[int, Any] = {}  # what processes run, by their object's id, while they start
 
     def install(self) -> None:
-        """Begin to count, in all threads."""
+        """Start to count, in all threads."""
         after: list[Any] = [("probe:coverage", self._stepped), (CAPTURES, self._captures_step)]
         self._entries.on_step(before=(), after=after, who=lambda _: True)
         graph, why = torch.cuda.CUDAGraph, "which steps a CUDA graph takes, which nobody sees"
@@ -147,7 +147,7 @@ def _is_helper(process: Any, target: Any) -> bool:
 
 
 def why_unwatched(parameter: Any) -> str | None:
-    """Return why a parameter's values are not compared between ranks; None where they are."""
+    """Return why a parameter's values are not compared between ranks; None if they are."""
     if is_lazy(parameter):
         return "not initialised yet"
     kind = type(parameter)

@@ -1,4 +1,4 @@
-"""A limit on CPU tensors, to rehearse a smaller device: a real `torch.OutOfMemoryError` in the operation beyond it.
+"""A limit on CPU tensors, to rehearse a smaller device: the operation beyond it raises a real `torch.OutOfMemoryError`.
 
 Counts the storages that operations make, exactly, while it is switched on (`memory_limit`); costs some microseconds an
 operation, so it is off by default. The counts stand in the fields of the device, so that all rules read them.
@@ -34,7 +34,7 @@ class _Storage:
 
 
 class CpuLimit(internals.OperationMode):
-    """Counts, and raises beyond `limit` bytes.
+    """The dispatch mode that counts bytes of CPU tensors and raises beyond `limit`.
 
     Args:
         entries: what hooks are put in place through; what runs under its guard is neither counted nor stopped.
@@ -52,7 +52,7 @@ class CpuLimit(internals.OperationMode):
         self._system = SystemProvider()
 
     def start(self) -> None:
-        """Count from now on in this thread and in its backward passes."""
+        """Start to count in this thread and in its backward passes."""
         self._before.on()
         self._after.on()
         self._entries.guard.own_modes += 1
@@ -73,7 +73,7 @@ class CpuLimit(internals.OperationMode):
             self._running.pop()
 
     def sample(self) -> MemorySample:
-        """Return what the system reports, with the counts in the place of a device's."""
+        """Return the system's memory sample with the counts in place of a device's."""
         return replace(
             self._system.sample(),
             device_allocated_bytes=self.live,

@@ -1,4 +1,4 @@
-"""What a data set holds: digests of its plain data and of a split's indices. None of its own code runs."""
+"""The contents of a data set: digests of its plain data and of a split's indices. Runs none of its code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_FRAMES = 12
 
 
 class Held(NamedTuple):
-    """What an attribute holds, as the ranks compare it."""
+    """The content of a data set's attribute, as the ranks compare it."""
 
     digest: int
     size: int  # bytes looked at, about
@@ -57,7 +57,7 @@ class Held(NamedTuple):
 
 
 def source_of(dataset: Any) -> str | None:
-    """Return the class of the user's data set and where its items are made."""
+    """Return the class of the user's data set and the line that makes its items; None for another package's."""
     while is_a(dataset, Subset):
         dataset = attributes_of(dataset).get("dataset")
     made = of_class(type(dataset), "__getitem__") or of_class(type(dataset), "__iter__")
@@ -73,7 +73,7 @@ def _is_listed(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def held_by(dataset: Any, prefix: str = "dataset", depth: int = 0) -> Iterator[tuple[str, Held]]:
-    """Yield (attribute path, what it holds) of the plain data in a data set."""
+    """Yield (attribute path, content) of the plain data in a data set."""
     if depth > _MAX_DEPTH:
         return
     if (whole := _held(dataset)) is not None:
@@ -299,13 +299,13 @@ def _content(columns: list[tuple[str, torch.Tensor | None]]) -> Content | None:
 
 
 class Splits:
-    """Where the newest subsets were made, and from which seed."""
+    """The newest subsets, with the lines that made them and their seeds."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[Any], IndexList]] = {}  # by id; what is known without the indices
 
     def note(self, subset: Subset[Any], location: str | None) -> None:
-        """Take a subset that is being made."""
+        """Record a subset as it is made."""
         drawn, seed = _drawn_by()
         about = IndexList(digest="", length=0, location=location, drawn=drawn, seed=seed)
         self._made[id(subset)] = weakref.ref(subset), about
@@ -313,7 +313,7 @@ class Splits:
             del self._made[next(iter(self._made))]
 
     def of(self, dataset: Any) -> IndexList | None:
-        """Return the indices of a subset and where they come from."""
+        """Return the indices of a subset and their origin; None if unknown."""
         held = attributes_of(dataset).get("indices") if is_a(dataset, Subset) else None
         if not _is_listed(held):
             return None

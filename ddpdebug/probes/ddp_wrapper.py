@@ -1,4 +1,4 @@
-"""What each DistributedDataParallel promised when it was made, and how the code has used it since."""
+"""The state of each DistributedDataParallel: its settings when it was made, and its use by the code since."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SLOTS_PER_STEP = 2
 
 
 def slot_of(name: str) -> int:
-    """Return the checksum slot of a parameter, by its name in the DDP that has it."""
+    """Return the checksum slot of a parameter, by its name in its DDP."""
     return fingerprint.of_text(name) % CHECKSUM_SLOTS
 
 
 class Wrapper:
-    """One DDP: its parameters as they were at wrap time, and the state of the current micro-batch.
+    """One DDP: its parameters as they were at wrapping, and the state of the current micro-batch.
 
     Holds the DDP weakly: watching a model must not keep it alive.
     """
@@ -70,20 +70,20 @@ class Wrapper:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its parameters where there are several models."""
+        """The prefix of its parameters' names if there are several models."""
         return f"ddp{self.index}"
 
     def forget(self) -> None:
-        """Let go of what would outlive the model: the nodes hold its parameters."""
+        """Drop references that would outlive the model: the nodes hold its parameters."""
         self._accumulators.clear()
 
     def cut(self) -> None:
-        """Forget the micro-batch that an exception has cut short."""
+        """Reset the state of the micro-batch after an exception has interrupted it."""
         self.forwards, self.armed, self.arrived, self.in_forward = 0, False, False, False
         self.pending = None
 
     def module(self) -> torch.nn.Module | None:
-        """Return the wrapped module if it still lives."""
+        """Return the wrapped module; None if it does not live any more."""
         ddp = self.ref()
         return None if ddp is None else internals.unwrap_compiled(ddp.module)
 
@@ -94,7 +94,7 @@ class Wrapper:
         return self.slots[key] // SLOTS_PER_STEP == step % (CHECKSUM_SLOTS // SLOTS_PER_STEP)
 
     def begin_forward(self, ddp: DistributedDataParallel, *, in_no_sync: bool, location: str | None) -> None:
-        """Note a forward with gradients: DDP decides here whether the coming backward is reduced."""
+        """Record a forward with gradients: DDP decides here whether the coming backward is reduced."""
         self.forwards += 1
         session = internals.join_session(ddp)
         self.unpaired = self.unpaired or (self._join is not None and session is not self._join)
@@ -105,7 +105,7 @@ class Wrapper:
             self.forward_in_no_sync, self.forward_location = in_no_sync, location
 
     def end_backward(self, location: str | None) -> bool:
-        """Note the end of a backward in which gradients arrived; return whether DDP reduced them."""
+        """Record the end of a backward in which gradients arrived; return whether DDP reduced them."""
         ddp = self.ref()
         flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
         # A forward may run any number of backwards inside (a trainer that wraps its whole training step).
@@ -128,7 +128,7 @@ class Wrapper:
         return synced
 
     def unreduced(self, name: str, parameter: torch.Tensor) -> str | None:
-        """Say why the reducer does not own a parameter that the optimizer steps, or None when it does."""
+        """Return why the reducer does not own a parameter that the optimizer steps; None if it does."""
         key = id(parameter)
         if key not in self.wrapped:
             return "replaced" if name in self.wrapped_names else "added"
@@ -141,7 +141,7 @@ class Wrapper:
 
 
 class CallSite:
-    """Finds the line that calls the inner module directly: forward pre-hooks that go away once one of them knows.
+    """Finds the line that calls the inner module directly, by forward pre-hooks that are removed after the first call.
 
     On all of its modules, for a loss that is a method of the model calls parts of it and never the model itself.
     Installed on suspicion only.
@@ -171,7 +171,7 @@ class CallSite:
         return None if frame is None else location(frame.f_code.co_filename, frame.f_lineno)
 
     def remove(self) -> None:
-        """Stop looking."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -234,7 +234,7 @@ LOSSY_HOOKS = {"powerSGD_hook", "batched_powerSGD_hook", "quantization_pertensor
 
 
 def classify_hook(state: object, hook: Any) -> tuple[str, str]:
-    """Return (dotted name, kind) of a comm hook; what torch ships is known, anything else is `custom`."""
+    """Return (dotted name, kind) of a comm hook; kind is `custom` unless torch ships the hook."""
     name = getattr(hook, "__qualname__", type(hook).__name__)
     module = str(getattr(hook, "__module__", ""))
     shipped = module.startswith("torch.distributed.algorithms")

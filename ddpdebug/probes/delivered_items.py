@@ -1,4 +1,4 @@
-"""What a loader delivers: for a few fixed indices, epoch after epoch, and whether an epoch begins as the last one did.
+"""The items that a loader delivers for a few fixed indices in every epoch, and whether epochs begin alike.
 
 Ranks that share a data set get the same for each index.
 
@@ -89,7 +89,7 @@ class _Reading:
 
 
 class DeliveredItems:
-    """Follows the fixed indices of all loaders."""
+    """The followed items of all loaders."""
 
     def __init__(self, bus: Bus, state: StepState, announce: Announce) -> None:
         self._state, self._announce = state, announce
@@ -102,7 +102,7 @@ class DeliveredItems:
         bus.on("probe:items", EpochEnded, self._ended)
 
     def begin(self, loader: DataLoader[Any], number: int, length: int | None) -> None:
-        """Note the start of an epoch; what an epoch has shown that was broken off is told now."""
+        """Record the start of an epoch; results of an interrupted epoch before it are announced now."""
         source = self._sources.get(loader)
         if source is None and _can_be_followed(loader) and length is not None and length > 1:
             collates = loader.collate_fn is default_collate
@@ -251,7 +251,7 @@ class DeliveredItems:
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return what draws the single indices of a loader, as far as that is known."""
+    """Return the sampler that draws the single indices of a loader, as far as known."""
     inner = attributes_of(loader.batch_sampler).get("sampler")
     return loader.sampler if inner is None else inner
 

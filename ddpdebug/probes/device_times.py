@@ -1,4 +1,4 @@
-"""The phases of a step as a CUDA device has them: its own events, recorded where the host's times are taken.
+"""The times of a step's phases on a CUDA device, by events recorded where the host's times are taken.
 
 A host that launches work returns before the device has done it, so its times say little of a device's. Events go into
 the current stream at the beginning and the end of each phase, without waiting for it, and the background thread reads
@@ -43,20 +43,20 @@ _COPY, _AWAY = "copy_seconds", "collective_seconds"
 
 
 class DeviceEvent(Protocol):
-    """A `torch.cuda.Event` that takes the time."""
+    """A `torch.cuda.Event` with timing."""
 
     def record(self) -> None:
-        """Be reached by what the current stream does next."""
+        """Record the event on the current stream."""
 
     def query(self) -> bool:
-        """Return whether it has been reached."""
+        """Return whether the device has reached the event."""
 
     def elapsed_time(self, other: Any) -> float:
-        """Return the milliseconds from here to another one."""
+        """Return the milliseconds from this event to another one."""
 
 
 class Device:
-    """The events of one device, used again and again.
+    """The timing events of one device, used again and again.
 
     Args:
         make: returns a new event.
@@ -76,7 +76,7 @@ class Device:
         return event
 
     def wait_for(self, marks: list[DeviceEvent]) -> bool:
-        """Return whether all events have been reached in time; only off the hot path."""
+        """Return whether the device reaches all events in time; only off the hot path."""
         until, pause, left = time.monotonic() + _PATIENCE, _PAUSE, marks[:]
         while True:
             while left and captures.is_reached(left[-1]):
@@ -89,12 +89,12 @@ class Device:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def between(self, first: DeviceEvent, second: DeviceEvent) -> float:
-        """Return the seconds between two events that have been reached; NaN during a capture."""
+        """Return the seconds between two reached events; NaN during a capture."""
         seconds = captures.ask(lambda: first.elapsed_time(second))
         return math.nan if seconds is None else seconds / 1e3
 
     def take_back(self, marks: list[DeviceEvent]) -> None:
-        """Keep events for later, which have been reached: one that is recorded again before that would tell nothing."""
+        """Keep reached events for later use: one recorded again before that would give no time."""
         self._free += marks
 
 
@@ -110,14 +110,14 @@ class _Span:
 
 @dataclass(slots=True)
 class DeviceTimes(Part, key="probe:device-times"):
-    """The phases of one step on the device; they take the places of the host's."""
+    """The phases of one step on the device; they replace the host's times."""
 
     device: Device | None = None
     spans: list[_Span] = field(default_factory=list)
     unknown: bool = False  # it runs on a device of which nothing is known
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return the times, NaN where the device has not come so far within two seconds."""
+        """Return the times; NaN if the device does not reach the events within two seconds."""
         device, spans = self.device, self.spans
         if self.unknown:
             return dict.fromkeys((_DATA, "backward_local_seconds", "sync_wait_seconds"), math.nan)
@@ -147,7 +147,7 @@ class DeviceTimes(Part, key="probe:device-times"):
 
 
 class DeviceClock:
-    """Records the events of the followed thread's steps, from the first step on in which a model is on a CUDA device.
+    """Records events in the followed thread's steps, from the first step with a model on a CUDA device on.
 
     Args:
         hooks: see the gradients.
@@ -210,7 +210,7 @@ class DeviceClock:
         self._guard.cut()  # gradients that have arrived meanwhile belong to no backward that is seen
 
     def release(self) -> None:
-        """Forget captures whose end was not seen: others would wait for it."""
+        """Forget captures whose end was not seen, as others would wait for it."""
         captures.change(-self._guard.capturing)
         self._guard.capturing = 0
 
@@ -326,7 +326,7 @@ def _place(module: torch.nn.Module) -> torch.device | None:
 
 
 def cuda_device(on: torch.device) -> Device | None:
-    """Return the current CUDA device, None where the model is on another one: an event would go to the wrong stream.
+    """Return the current CUDA device; None if the model is on another one, as an event would go to the wrong stream.
 
     A rank that has not called `torch.cuda.set_device` would have a context on device 0 for it.
     """

@@ -1,4 +1,4 @@
-"""Parameters that the last steps have left non-finite, where none of these steps was watched.
+"""Search for non-finite parameters after the last steps, if none of these steps was watched.
 
 Otherwise a later step that is watched finds them. They are read when a run, its last process group or an optimizer
 ends; what is read on a device is waited for at the end of the run or of the group alone.
@@ -26,7 +26,7 @@ _MOST_BYTES = 8 << 30
 
 
 class EndNumbers:
-    """One rank's look at what is left; what is not finite makes a row of this rank alone for the last step.
+    """The final check of one rank's parameters; non-finite ones make a row of this rank alone for the last step.
 
     Args:
         numerics: knows what was found before.
@@ -43,7 +43,7 @@ class EndNumbers:
         bus.on("probe:numerics-end", GroupEnds, lambda _: self.look())
 
     def look(self) -> None:
-        """Look at all optimizers' parameters: their steps are over."""
+        """Check the parameters of all optimizers, whose steps are over."""
         for watch in self._state.watches:
             self._run("probe:numerics-end", self._begin, watch)
         waiting, self._waiting = self._waiting, []

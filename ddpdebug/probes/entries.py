@@ -1,4 +1,4 @@
-"""The one place through which torch and Python call ddpdebug: wrappers, hooks, exit handlers, callbacks.
+"""The only place through which torch and Python call ddpdebug: wrappers, hooks, exit handlers, callbacks.
 
 Whatever is registered here runs under `Guard.run` with a part of its own, does nothing any more once ddpdebug is
 closed, and is taken away then. Registering is under the guard as well: what this torch does not have is said, and left
@@ -80,15 +80,15 @@ PASSING = {
 
 
 class Passing(Protocol):
-    """What sees to the steps that are not watched."""
+    """The handler of steps that are not watched."""
 
     def wake(self) -> None:
-        """Have the step that runs watched from here on."""
+        """Begin to watch the running step."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """What was put in place of something of torch's or Python's until the monitor is closed.
+    """A replacement for something of torch's or Python's, in place until the monitor is closed.
 
     Args:
         where: module, class and name.
@@ -106,7 +106,7 @@ class Placed:
 
 
 class Entries:
-    """Everything of one monitor that somebody else calls.
+    """All callbacks of one monitor that other code calls.
 
     Args:
         guard: what all of it runs under.
@@ -143,7 +143,7 @@ class Entries:
         always_ask: bool = False,
         passes: Callable[..., bool] | None = None,
     ) -> None:
-        """Look at the calls of a function of a module or class.
+        """Observe the calls of a function of a module or class.
 
         The looks lie in its own code, so that it is the same function, with the same frames below it.
 
@@ -198,7 +198,7 @@ class Entries:
         self.placed.append(Placed(_path(owner, name), why, over, hidden))
 
     def on_modules(self) -> None:
-        """Look at the calls of modules, for what asks for it: of all while a hook is on, of single ones, of models."""
+        """Observe module calls on behalf of hooks: of all modules while a hook is on, of single modules, of models."""
         where = _path(torch.nn.Module, "__call__")
         if self.closed or self._sees_modules is not None:
             return
@@ -224,7 +224,7 @@ class Entries:
         stop: Callable[[], None],
         passes: Callable[..., bool],
     ) -> None:
-        """Look at the calls of the modules that `calls` follows, as `patch` does at those of a function."""
+        """Observe the calls of the modules that `calls` follows, as `patch` does for a function."""
         self.on_modules()
         self.calls.models = _Door(self, before, after, failed, who, stop=stop, always_ask=True, passes=passes)
 
@@ -249,7 +249,7 @@ class Entries:
         look: Any,
         why: str = "",
     ) -> None:
-        """Let `change` put a look into the code of functions; it returns what takes it out again."""
+        """Have `change` insert a callback into the code of functions; it returns the function that removes it."""
 
         def seen(value: Any, source: str) -> None:
             if not self.closed and self.threads.is_here():
@@ -271,7 +271,7 @@ class Entries:
         why: str = "",
         *others: Look,
     ) -> None:
-        """Let `change` put a look into the code of functions, in whatever thread these are called.
+        """Have `change` insert a callback into the code of functions, for calls in any thread.
 
         Their frame comes last: from there it is not as far to the user's as from the look.
 
@@ -293,7 +293,7 @@ class Entries:
             self.placed.append(Placed(what, why, is_wrapper=False))
 
     def over_functions(self, part: str, mode: torch.overrides.TorchFunctionMode, why: str = "") -> None:
-        """Put a mode over torch's functions in this thread; closed, it comes off where no other lies over it.
+        """Push a torch function mode in this thread; it is popped at `close` if no other mode lies over it.
 
         The mode itself must do nothing any more once `closed`, and run its looks under the guard.
         """
@@ -319,7 +319,7 @@ class Entries:
         stop: Callable[[], None] | None = None,
         passes: tuple[Callable[..., bool], Callable[..., bool]] | None = None,
     ) -> None:
-        """Hook the step of every optimizer; `stop` is called after the looks before it.
+        """Hook the step of every optimizer; `stop` is called after the callbacks before the step.
 
         Args:
             passes: as `patch` has it, before and after a step.
@@ -337,7 +337,7 @@ class Entries:
                 self.placed.append(Placed(where, why, is_wrapper=False))
 
     def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None], why: str = "") -> None:
-        """Hook what modules are made of: called with (module, name, part) for each parameter and child.
+        """Hook the registration of module parts: called with (module, name, part) for each parameter and child.
 
         Not for buffers: a forward may set one anew each time.
         """
@@ -354,32 +354,32 @@ class Entries:
                 self.placed.append(Placed(where, why, is_wrapper=False))
 
     def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
-        """Return a look that is called before the call of every module, while it is on."""
+        """Return a hook that is called before the call of every module, while it is on."""
         self.on_modules()
         return ModuleHook(self.calls, part, look, is_after=False)
 
     def after_modules(self, part: str, look: Callable[..., None], *, always_call: bool = False) -> ModuleHook:
-        """Return a look that is called after the call of every module, while it is on."""
+        """Return a hook that is called after the call of every module, while it is on."""
         self.on_modules()
         return ModuleHook(self.calls, part, look, is_after=True, always_called=always_call)
 
     def before_module(
         self, part: str, module: torch.nn.Module, look: Callable[[torch.nn.Module, Any], None]
     ) -> OneModule:
-        """Look before the calls of one module; return what ends it."""
+        """Hook the calls of one module; return the handle that removes the hook."""
         self.on_modules()
         return OneModule(self.calls, part, module, look)
 
     def on_tensor(self, part: str, tensor: torch.Tensor, look: Callable[[torch.Tensor | None], None]) -> Any:
-        """Hook the gradient of a tensor; return the handle. It is called in whatever thread runs the backward."""
+        """Hook the gradient of a tensor; return the handle. The hook is called in the thread that runs the backward."""
         return tensor.register_hook(_Hook(self, part, look))
 
     def before_node(self, part: str, node: Any, look: Callable[[Any], None]) -> Any:
-        """Hook a node of the graph before its backward; return the handle."""
+        """Hook an autograd node before its backward; return the handle."""
         return node.register_prehook(_Hook(self, part, look))
 
     def after_node(self, part: str, node: Any, look: Callable[[Any, Any], None]) -> Any:
-        """Hook a node of the graph after its backward; return the handle."""
+        """Hook an autograd node after its backward; return the handle."""
         return node.register_hook(_Hook(self, part, look))
 
     @staticmethod
@@ -393,13 +393,13 @@ class Entries:
         return parameter.register_post_accumulate_grad_hook(functools.partial(arrived, *about))
 
     def at_backward_end(self, part: str, look: Callable[[], None]) -> None:
-        """Look once, as the backward that runs now ends: before DDP hands out what it has reduced meanwhile."""
+        """Call once at the end of the running backward: before DDP hands out the gradients reduced meanwhile."""
         internals.when_backward_ends(functools.partial(self.guard.run, part, look))
 
     # --- the process --------------------------------------------------------------------------------------------------
 
     def at_exit(self, part: str, call: Callable[[], None]) -> None:
-        """Call at the end of the interpreter, unless it was closed before."""
+        """Call at the end of the interpreter, unless the monitor was closed before."""
 
         def leave() -> None:
             self.guard.run(part, call)
@@ -408,7 +408,7 @@ class Entries:
         self._undo.append((part, functools.partial(atexit.unregister, leave)))
 
     def on_collections(self, part: str, times: deque[float]) -> Callable[[], bool]:
-        """Have the time noted `STAMPS` times as Python's collector begins and ends; return what says if it is.
+        """Append the time `STAMPS` times as a garbage collection begins and ends; return a test whether this is active.
 
         All of it is made of parts that run in C: a signal that comes during a collection is handled at the next line
         of Python, and what its handler raises in a callback of the collector's is lost.
@@ -429,7 +429,7 @@ class Entries:
         return is_placed
 
     def in_child(self, part: str, call: Callable[[], None]) -> None:
-        """Call in a forked child. What is registered there stays for ever: it holds nothing."""
+        """Call in a forked child. The registration stays for ever, and holds no references."""
         me, method = weakref.ref(self), weakref.WeakMethod(call)
 
         def forked() -> None:
@@ -440,7 +440,7 @@ class Entries:
         os.register_at_fork(after_in_child=forked)
 
     def when_gone(self, part: str, thing: Any, call: Callable[[], None]) -> weakref.ref[Any]:
-        """Return a weak reference to a thing; `call` runs when the thing is gone."""
+        """Return a weak reference to an object; `call` runs when the object is gone."""
         me = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -451,7 +451,7 @@ class Entries:
         return weakref.ref(thing, gone)
 
     def when_out_of_memory(self, part: str, call: Callable[[int, int, int, int], None]) -> bool:
-        """Call with (device, requested, total, free) before CUDA raises; return whether torch can."""
+        """Call with (device, requested, total, free) before CUDA raises; return whether this torch supports it."""
 
         def observed(*numbers: int) -> None:
             if not self.closed:
@@ -460,7 +460,7 @@ class Entries:
         return bool(self.guard.run(part, internals.observe_out_of_memory, observed))
 
     def close(self) -> None:
-        """Take everything away; what somebody else holds does nothing any more."""
+        """Remove all callbacks; those that other code still holds do nothing any more."""
         self.closed = True
         self.calls.close()
         while self._undo:  # one by one: an exception of the user's may come in between
@@ -621,7 +621,7 @@ class _PartHook(_Hook):
 
 
 def entries_of(guard: Guard) -> Entries:
-    """Return the entries that run under a guard; there is one such object for each."""
+    """Return the entries of a guard, which has one such object."""
     if guard.entries is None:
         guard.entries = Entries(guard)
     found: Entries = guard.entries

@@ -1,4 +1,4 @@
-"""The gradient that enters the model from the loss: whether it is finite tells the loss function from the model.
+"""The gradient that enters the model from the loss: whether it is finite separates the loss function from the model.
 
 A hook before the backward of each output's node sees it. It belongs to the graph, not to the user's tensors, and holds
 neither of them. What is returned beside the result (hidden states) often feeds the result too: its gradient is then a
@@ -26,7 +26,7 @@ Locate = Callable[[Looks], None]
 
 
 def watch_entry(outputs: Sequence[torch.Tensor], looks: Looks, guard: Guard, locate: Locate) -> None:
-    """Look at the gradients of what a checked forward returned; `locate` is called while a bad one arrives."""
+    """Check the gradients of a checked forward's outputs; `locate` is called while a bad one arrives."""
     found = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     nodes = {id(node): node for node in found}
     if len(nodes) > 1 and any([tensor.device.type != "cpu" for tensor in outputs]):

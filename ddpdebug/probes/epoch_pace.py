@@ -1,4 +1,4 @@
-"""How an epoch's batches and the optimizer's steps go together: whether its first batches are drawn and left out."""
+"""The relation of an epoch's batches to optimizer steps: whether its first batches are drawn but not trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GROUPS, _LEAST = 2, 2
 
 @dataclass(slots=True)
 class EpochPace:
-    """The batches of an epoch, counted between the steps.
+    """The batches of an epoch, counted between steps.
 
     Args:
         began: step that was next when it began.
@@ -26,7 +26,7 @@ class EpochPace:
     _groups: int = 0
 
     def delivered(self, step: int) -> None:
-        """Take a batch that was delivered while `step` was the next one."""
+        """Count a batch that was delivered while `step` was the next one."""
         if self._at not in {-1, step}:
             self._close(step)
         self._at, self._here, self.batches = step, self._here + 1, self.batches + 1
@@ -42,7 +42,7 @@ class EpochPace:
         self._here = 0
 
     def left_out(self, step: int) -> int:
-        """Return how many batches were drawn first and not trained on, now that `step` is the next one; 0: not known.
+        """Return the number of batches drawn first but not trained on, with `step` as the next one; 0 if unknown.
 
         A loop that fetches ahead draws some first as well, and trains on these in the end, unless it breaks off.
         """

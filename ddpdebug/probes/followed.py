@@ -1,4 +1,4 @@
-"""Which calls belong to the training that is followed: those of one thread, and of autograd's for its backward."""
+"""The calls that belong to the followed training: those of one thread, and of autograd's threads for its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpdebug.probes.step_state import StepState
 
 
 class Followed:
-    """Returns for a call whether it is looked at; what trains in another thread is left alone."""
+    """Decides for a call whether it is observed; training in other threads is left alone."""
 
     def __init__(self, state: StepState, guard: Guard) -> None:
         self._state, self._guard, self._threads = state, guard, entries_of(guard).threads
@@ -24,7 +24,7 @@ class Followed:
         return self._threads.is_here()
 
     def forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
-        """Return whether a DDP's forward runs in it."""
+        """Return whether a DDP's forward runs in the followed thread."""
         if not torch.is_grad_enabled():
             return self._threads.is_here()
         wrapper = self._state.wrapper_of(ddp)
@@ -35,11 +35,11 @@ class Followed:
         return False
 
     def backward(self, *_: Any, **__: Any) -> bool:
-        """Return whether a backward runs in it."""
+        """Return whether a backward runs in the followed thread."""
         return self._threads.begins() or (bool(self._state.in_backward) and self._threads.is_autograd())
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer steps in it, or inside its backward.
+        """Return whether an optimizer steps in the followed thread, or inside its backward.
 
         Where another thread steps what is followed here, nothing can be told from its gradients any more.
         """

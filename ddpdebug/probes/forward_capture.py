@@ -1,4 +1,4 @@
-"""What is kept of the newest training forwards so that they can be run once more. Never waits for a device.
+"""The state of the newest training forwards that a replay needs. Never waits for a device.
 
 The memory of inputs and of output gradients is held while all of it together stays within a bound (see `holding`), and
 otherwise known for as long as the job has it; a later in-place change shows in the version counters. No tensor of the
@@ -59,7 +59,7 @@ _REFRESH = 100
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class ForwardCapture:
-    """One training forward. `module` gives the module while it lives."""
+    """One training forward. `module` returns the module while it lives."""
 
     module: Callable[[], torch.nn.Module | None]
     step: int
@@ -85,22 +85,22 @@ class ForwardCapture:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Return the positional arguments as far as they are still there, with `Lost` in place of the rest."""
+        """Return the positional arguments that still exist, with `Lost` in place of the others."""
         return tuple([fetch(value) for value in self.given[0]])
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Return the named arguments likewise."""
+        """Return the named arguments that still exist, with `Lost` in place of the others."""
         return {key: fetch(value) for key, value in self.given[1].items()}
 
     @property
     def modes(self) -> bytes:
-        """Return train/eval of every module: as a checked forward found them, of another one as they are now."""
+        """Return train/eval of every module: at the time of a checked forward, otherwise as it is now."""
         return self.read_modes()
 
     @property
     def location(self) -> str | None:
-        """Return `file:line` of the call."""
+        """Return `file:line` of the forward's call."""
         return None if self.called_at is None else location(*self.called_at)
 
     def changed(self) -> list[str]:
@@ -108,12 +108,12 @@ class ForwardCapture:
         return [name for name, read, version in self.versions if (now := read()) is not None and now != version]
 
     def lost(self) -> list[str]:
-        """Return what of the arguments was not kept."""
+        """Return the arguments that were not kept, with reasons."""
         return [f"{path}: {value.what}" for path, value in leaves((self.args, self.kwargs)) if is_a(value, Lost)]
 
 
 class ForwardCaptures:
-    """Keeps the forwards of the current step, and of the step before it.
+    """The forwards of the current step, and of the step before it.
 
     Args:
         guard: what its hooks run under.
@@ -155,7 +155,7 @@ class ForwardCaptures:
         *,
         checked: bool = True,
     ) -> None:
-        """Note the beginning of a forward; only of one with gradients.
+        """Capture a forward as it begins; only one with gradients.
 
         Args:
             checked: the step is, so that each module may be looked at.
@@ -198,7 +198,7 @@ class ForwardCaptures:
                 capture.versions.append((path, read, version))
 
     def end(self, module: torch.nn.Module, output: Any) -> None:
-        """Ask for the gradients of a forward's outputs, which are not held themselves."""
+        """Capture the gradients of a forward's outputs when they come; the outputs are not held."""
         self._end(module, tensors_in(output))
 
     def _end(self, module: torch.nn.Module, outputs: Sequence[torch.Tensor]) -> None:
@@ -220,7 +220,7 @@ class ForwardCaptures:
                 entries_of(self.guard).on_tensor("probe:scene", tensor, keep)
 
     def keep_gradient(self, capture: ForwardCapture, position: int, gradient: torch.Tensor | None) -> None:
-        """Hold an output's gradient while the bound allows it."""
+        """Hold an output's gradient if the memory bound allows it."""
         if gradient is None:  # under find_unused_parameters, of an output that the loss leaves out
             return
         address, size = storage_of(gradient)
@@ -230,7 +230,7 @@ class ForwardCaptures:
             capture.gradients_lost += size
 
     def suspect(self) -> None:
-        """Hold the newest forward's inputs until the end of its step: something non-finite has come of them."""
+        """Hold the newest forward's inputs until the end of its step, after a non-finite value has followed from it."""
         capture = self.current[-1] if self.current else None
         if capture is None or capture.suspected or any([known.suspected for known in self.current]):
             return
@@ -258,7 +258,7 @@ class ForwardCaptures:
         self.dropped = 0
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release all captures."""
         for capture in (*self.previous, *self.current):
             capture.suspected = False
             self._let_go(capture)
@@ -275,7 +275,7 @@ class ForwardCaptures:
         return next(iter([s for s in reversed(self.current) if module is not None and s.module() is module]), None)
 
     def likeliest(self, module: torch.nn.Module | None) -> ForwardCapture | None:
-        """Return the forward of a module that is suspected, or the newest."""
+        """Return the suspected forward of a module, or the newest one."""
         suspects = [s for s in self.current if s.suspected and module is not None and s.module() is module]
         return suspects[0] if suspects else self.newest(module)
 

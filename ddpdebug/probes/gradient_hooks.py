@@ -1,4 +1,4 @@
-"""Sees each gradient of a DDP's parameters while it is still this rank's own: the hook that runs before DDP reduces.
+"""Hooks on the gradients of a DDP's parameters while they are still this rank's own: before DDP reduces them.
 
 In a step that is not checked all that is wanted is that gradients come, and when the last one does. A few of the hooks
 see that: those of parameters whose gradients came in the last checked step.
@@ -25,7 +25,7 @@ _FEW = 16
 
 
 class GradientHooks:
-    """The hooks on the user's parameters. No event: they are called for each gradient of each step."""
+    """The hooks on the user's parameters. No events: the hooks run for each gradient of each step."""
 
     def __init__(self, state: StepState, guard: Guard, numerics: Numerics) -> None:
         self._state, self._run, self._numerics = state, guard.run, numerics
@@ -45,7 +45,7 @@ class GradientHooks:
         internals.leave_uncompiled(on_gradient)
 
     def add(self, parameter: torch.Tensor, wrapper: Wrapper | None) -> None:
-        """Hook a parameter, once; of several DDPs that have it the newest reduces it."""
+        """Hook a parameter, once; if several DDPs have it, the newest reduces it."""
         if wrapper is None or not parameter.is_leaf or not parameter.requires_grad:
             return
         key = id(parameter)  # numbers are used again
@@ -58,7 +58,7 @@ class GradientHooks:
         self._handles[key] = self._entries.on_gradient(parameter, on_gradient, weakref.ref(self), key)
 
     def switch(self) -> None:
-        """Hook as many parameters as the step that begins needs."""
+        """Hook as many parameters as the coming step needs."""
         if self._state.checking == (not self._few):
             return
         self._few = not self._state.checking
@@ -82,11 +82,11 @@ class GradientHooks:
                     self._handles.pop(key).remove()
 
     def tell(self, look: Callable[[Wrapper], None] | None) -> None:
-        """Call somebody for each gradient, or no longer."""
+        """Set the function that is called for each gradient; None removes it."""
         self._told = look
 
     def forget(self) -> None:
-        """Let go of the handles of parameters that are gone."""
+        """Drop the handles of parameters that are gone."""
         self._handles = {key: handle for key, handle in self._handles.items() if _is_alive(handle)}
 
     def release(self) -> None:
@@ -98,7 +98,7 @@ class GradientHooks:
         self._came.clear()
 
     def arrived(self, key: int, parameter: torch.Tensor) -> None:
-        """Note a gradient of a known parameter; its object in Python is made only where the gradient is looked at."""
+        """Record the gradient of a known parameter; its Python object is made only if the gradient is read."""
         wrapper = self._owners.get(key)
         if wrapper is None:
             return
@@ -151,7 +151,7 @@ def _is_alive(handle: Any) -> bool:
 
 
 def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:
-    """Note that a gradient has arrived; it is still this rank's own."""
+    """Record a gradient that has arrived; it is still this rank's own."""
     me = hooks()
     if me is not None:
         me.arrived(key, parameter)

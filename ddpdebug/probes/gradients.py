@@ -24,7 +24,7 @@ _EXACT = frozenset({torch.float32, torch.float64})
 
 
 class Reduced(NamedTuple):
-    """What was taken of a gradient right after its reduction; `key` tells whether it has been touched since."""
+    """The numbers of a gradient right after its reduction; `key` shows whether it was changed since."""
 
     sum: Any
     norm: Any
@@ -34,13 +34,13 @@ class Reduced(NamedTuple):
 
 @dataclass(slots=True)
 class GradientSums(Part, key="probe:gradients"):
-    """What was taken of gradients in backward, by the id of the parameter; `GradientDigests` says what of it counts."""
+    """The numbers taken of gradients in backward, by the parameter's id; `GradientDigests` decides which count."""
 
     local: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (sum, norm) before the reduction
     reduced: dict[int, Reduced] = field(default_factory=dict)  # after it
 
     def is_summed(self, key: int) -> bool:
-        """Return whether a parameter's gradient was summed, as far as it was looked at."""
+        """Return whether a parameter's gradient was summed whenever it was read."""
         local, reduced = self.local.get(key), self.reduced.get(key)
         return (local is None or local[0] is not None) and (reduced is None or reduced.sum is not None)
 
@@ -71,7 +71,7 @@ def note_local(
 
 
 def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
-    """Sum and fingerprint the gradients that DDP has just reduced."""
+    """Sum and fingerprint the gradients after DDP has reduced them."""
     ddp = wrapper.ref()
     if ddp is None:
         return
@@ -97,7 +97,7 @@ def note_reduced(since: SinceLastStep, wrapper: Wrapper) -> None:
 def digests_at_step(
     sums: GradientSums, parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[device.Later, list[int], device.LaterFloats]:
-    """Fingerprint the gradients as the optimizer finds them; return also which were touched since, and their norms.
+    """Fingerprint the gradients at the optimizer step; return also those changed since reduction, and their norms.
 
     Those that nobody has touched since the reduction are not read again: same object, memory and version, and the same
     glance, which sees dense edits through `.data` that leave no other trace.
@@ -136,7 +136,7 @@ def _untouched(grad: torch.Tensor, reduced: Reduced) -> bool:
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `norm_of` each tensor; one call takes many that are alike, a few launches what is on a device."""
+    """Return `norm_of` each tensor; one call for tensors that are alike, a few launches for those on a device."""
     if internals.are_alike(tensors):
         return _norms_of_alike(tensors)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -167,7 +167,7 @@ def _is_one_of_many(tensor: torch.Tensor) -> bool:
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm of any tensor as a zero-dimensional one, of complex numbers that of their magnitudes.
+    """Return the 2-norm of any tensor as a zero-dimensional tensor; of complex numbers that of their magnitudes.
 
     What has no elements to read has the norm 0.
     """

@@ -1,4 +1,4 @@
-"""Counts the steps whose autograd graphs are still alive, exactly and at the cost of one small object a step.
+"""Counts the steps with living autograd graphs, exactly and at the cost of one small object a step.
 
 A node of the graph has a Python dictionary for metadata (torch's anomaly detection keeps its tracebacks there), which
 dies with the node. A mark in it that says so when it dies tells how long the graph lives, whoever holds it and through
@@ -38,7 +38,7 @@ class LiveGraphs:
         self._alive: dict[int, set[weakref.ref[_Mark]]] = {}  # step -> marks
 
     def mark(self, node: Any) -> None:
-        """Follow the life of a graph, given a node far down in it.
+        """Mark a graph to follow its life, given a node far down in it.
 
         The mark lies as far up as a short walk leads: whatever tensor of the graph is kept keeps what is above it.
         """
@@ -60,7 +60,7 @@ class LiveGraphs:
             table.add(weakref.ref(mark, table.discard))
 
     def end_step(self) -> int:
-        """Return how many steps before this one have living graphs; the next step begins."""
+        """Return the number of earlier steps with living graphs, and begin the next step."""
         for step in [step for step, marks in self._alive.items() if not marks]:
             del self._alive[step]
         count = len(self._alive) - (self._step in self._alive)
@@ -74,7 +74,7 @@ def _is_inner(node: Any) -> bool:
 
 
 def marked_step(node: Any) -> int | None:
-    """Return the number of the step whose mark a node carries."""
+    """Return the step of a node's mark; None if it has none."""
     try:
         mark = node.metadata.get(_KEY)
     except (AttributeError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""How the arguments of a forward are kept: weakly, and as memory only while that fits a bound in bytes.
+"""References to a forward's arguments: weak ones, and their memory only within a bound in bytes.
 
 A value of the job is never held itself, so it dies when it would without ddpdebug. Of a tensor in ordinary host memory
 the memory is held, up to a bound that is small against the model. Known only for as long as the job has it is what lies
@@ -30,13 +30,13 @@ _PLAIN = (bool, int, float, complex, Enum, torch.dtype, torch.device, torch.layo
 
 @dataclass(frozen=True, kw_only=True)  # without slots: what looks into data classes asks for `vars`
 class Lost:
-    """Stands for a value that was not kept."""
+    """The placeholder of a value that was not kept."""
 
     what: str
 
 
 class KeptObject:
-    """Stands for an object, which is there for as long as the script has it.
+    """A weak reference to an object, which exists for as long as the script holds it.
 
     Raises:
         TypeError: no weak reference to it can be made.
@@ -55,7 +55,7 @@ class KeptObject:
 
 
 class KeptTensor:
-    """Stands for a tensor that is plain."""
+    """A reference to the memory of a plain tensor."""
 
     __slots__ = ("_memory", "_nbytes", "_requires_grad", "why")
 
@@ -74,15 +74,15 @@ class KeptTensor:
         return tensor.detach().requires_grad_(self._requires_grad)
 
     def version(self) -> int | None:
-        """Return how often the tensor was written in place."""
+        """Return the number of in-place writes to the tensor."""
         return self._memory.version
 
     def hold(self) -> None:
-        """Keep the memory from here on, if it still is there."""
+        """Hold the memory from now on, if it still exists."""
         self._memory.hold()
 
     def let_go(self) -> None:
-        """Keep it no longer."""
+        """Hold the memory no longer."""
         self._memory.let_go()
 
 
@@ -91,7 +91,7 @@ Kept = KeptObject | KeptTensor
 
 
 class Room:
-    """Counts the bytes that are held, each piece of memory once.
+    """The count of held bytes, each piece of memory once.
 
     Args:
         limit: bytes.
@@ -103,14 +103,14 @@ class Room:
         self._holders: dict[int, int] = {}  # by the memory's address
 
     def take(self, pieces: dict[int, int]) -> None:
-        """Count pieces of memory, given as address -> bytes."""
+        """Add pieces of memory, given as address -> bytes."""
         for address, size in pieces.items():
             number = self._holders.get(address, 0)
             self._holders[address] = number + 1
             self.used += 0 if number else size
 
     def give_back(self, pieces: dict[int, int]) -> None:
-        """Count them no longer; what an exception of the user's has kept from being counted is passed over."""
+        """Subtract pieces of memory; those that were never added, because of a user's exception, are ignored."""
         for address, size in pieces.items():
             number = self._holders.pop(address, 0)
             if number > 1:
@@ -120,7 +120,7 @@ class Room:
 
 
 def hold(value: Any, kept: dict[int, Kept], depth: int = 0) -> Any:
-    """Return the value with containers of its own, and a `Kept` in place of what is not plain; these go into `kept`."""
+    """Return the value with new containers and a `Kept` in place of each value that is not plain; fills `kept`."""
     kind = type(value)  # no `isinstance`, which asks the value
     if value is None or issubclass(kind, _PLAIN) or (kind in {str, bytes} and len(value) <= _TEXT_BYTES):
         return value
@@ -154,12 +154,12 @@ def _kept(value: Any) -> Any:
 
 
 def fetch(value: Any) -> Any:
-    """Return what `hold` was given, as far as it is still there, with `Lost` in place of the rest."""
+    """Return the value that `hold` was given, with `Lost` in place of parts that do not exist any more."""
     return mapped(value, lambda item: item.get() if type(item) in {KeptObject, KeptTensor} else item)
 
 
 def is_ours_to_keep(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is ordinary host memory, of which nobody counts the users."""
+    """Return whether a tensor's memory is ordinary host memory, whose users nobody counts."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     storage = tensor.untyped_storage() if internals.is_plain(tensor) else None
@@ -169,7 +169,7 @@ def is_ours_to_keep(tensor: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return address and bytes of the memory behind a tensor, (0, 0) when it has none to itself."""
+    """Return address and bytes of the memory behind a tensor; (0, 0) if it has no storage of its own."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return 0, 0  # fake ones warn when they are asked
     try:
@@ -182,5 +182,5 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as people write it."""
+    """Return a number of bytes as readable text."""
     return f"{size / (1 << 20):.1f} MiB"

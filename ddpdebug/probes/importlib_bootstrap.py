@@ -1,4 +1,4 @@
-"""The wrappers that stand in the place of functions whose code has no look in it. This file's name is part of it.
+"""Wrappers for functions whose code cannot hold a callback. The name of this file is part of the mechanism.
 
 Functions of torch have theirs in their own code (`torch_internals/function_code.py`); these are built-in ones, those of
 somebody else, and any whose source is not at hand.
@@ -22,7 +22,7 @@ from ddpdebug.torch_internals import Around
 
 
 def around(original: Callable[..., Any], look: Around) -> FunctionType:
-    """Return a function that calls `original` once with the same arguments, and looks before and after.
+    """Return a function that calls `original` once with the same arguments, and the callbacks before and after it.
 
     Under `torch.compile` it is the original.
     """
@@ -45,7 +45,7 @@ def around(original: Callable[..., Any], look: Around) -> FunctionType:
 
 
 def after_that(first: Callable[[], Any], owner: type) -> Callable[..., None]:
-    """Return a constructor that calls `first`, and then that of `owner` as it is at the time."""
+    """Return a constructor that calls `first`, and then the constructor of `owner` as it is at that time."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         first()

@@ -1,4 +1,4 @@
-"""The arguments of the model's forward: which of them hold something non-finite, by name and sample."""
+"""The arguments of the model's forward: non-finite ones, by name and sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MASKS = ("mask", "bias")
 
 
 def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors among a forward's arguments under the names that its signature gives them."""
+    """Yield the tensors among a forward's arguments with the names from its signature."""
     forward = module.forward
     if type(forward) not in _FUNCTIONS:  # to inspect an object of the user's is to call its methods
         forward = _anything
@@ -65,7 +65,7 @@ def _inside(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tens
 
 
 def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[BadInput]:
-    """Return the arguments on the CPU that are non-finite and no masks, with the samples that are."""
+    """Return the non-finite CPU arguments that are no masks, with their non-finite samples."""
     found = []
     for name, tensor in named(module, args, kwargs):
         if tensor.device.type != "cpu" or (seen := ranges.read(tensor)) is None or all(map(math.isfinite, seen)):
@@ -78,7 +78,7 @@ def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[B
 
 
 def bad_later(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Look at the arguments on a device; return what tells, in the background thread, which are non-finite, or None."""
+    """Examine the arguments on a device; return a function that finds the non-finite ones later, or None."""
     looked = [(name, t, ranges.look(t)) for name, t in named(module, args, kwargs) if t.device.type != "cpu"]
     looked = [(name, t, seen) for name, t, seen in looked if seen is not None]
     if not looked:

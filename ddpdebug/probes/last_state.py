@@ -1,4 +1,4 @@
-"""What the last step has left: read in full when a run ends, for no later step would look at it.
+"""The state after the last step: read in full when a run ends, as no later step would check it.
 
 Nobody knows which step is the last one, and between it and the end a script may rewrite the model on purpose: an
 average or the best weights on rank 0, 16 bits for an export. Every step therefore leaves a mark: where each parameter's
@@ -47,7 +47,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class LastState:
-    """Marks steps, and looks back at the last one.
+    """Marks steps, and reads the state after the last one.
 
     Args:
         hand_over: takes the finished record.
@@ -77,7 +77,7 @@ class LastState:
         bus.on("probe:last-state", OptimizerEnded, self._ended)
 
     def close(self) -> None:
-        """Hand nothing over any more."""
+        """Stop handing over records."""
         self._closed = True
 
     def _step_closed(self, event: StepClosed) -> None:
@@ -108,18 +108,18 @@ class LastState:
         self.look_back(event.watch)
 
     def look_back(self, *watches: OptimizerWatch) -> None:
-        """Hand over what the last steps have left, of all optimizers unless some are named: they may step no more."""
+        """Hand over the state after the last steps, of all optimizers or of the named ones: they may step no more."""
         for watch in watches or self._state.watches:
             self._run("probe:last-state", self.look, watch, bool(self._state.since.parts[StepCalls].loads))
 
     def pause(self) -> None:
-        """Look back where training pauses, unless the next step is checked: the script may rewrite the model next."""
+        """Read the state at a pause of training, unless the next step is checked: the script may rewrite the model."""
         for watch in self._state.watches:
             if watch.mark is not None and not self._due(watch.index, watch.step):
                 self.glance_back(watch)
 
     def mark(self, watch: OptimizerWatch, record: StepRecord) -> None:
-        """Note what the step that just ended has left; called after every step."""
+        """Mark the state after the step that has just ended; called after every step."""
         self._began = self._began or time.perf_counter()
         watch.mark = None
         if self._choice(watch) is not None:
@@ -128,7 +128,7 @@ class LastState:
             watch.mark = Mark(record.step, flags, watch.key, places, self._spots(watch))
 
     def look(self, watch: OptimizerWatch, loaded: bool) -> None:  # noqa: FBT001 - passed on by the guard
-        """Hand over the fingerprints of what the last step has left, once, or that this is not known any more.
+        """Hand over the fingerprints of the state after the last step, once, or that they are not known any more.
 
         Args:
             loaded: a state was loaded since the step, so that the optimizer's need not be the step's.
@@ -138,7 +138,7 @@ class LastState:
             self._look(watch, mark, state=not loaded)
 
     def glance_back(self, watch: OptimizerWatch) -> None:
-        """Hand over the fingerprints of the parameters where training pauses, as often as it costs next to nothing."""
+        """Hand over the fingerprints of the parameters where training pauses, if that costs next to nothing."""
         mark = watch.mark
         if mark is None or self._closed or self._dear(0.0, _PAUSE_SHARE):
             return

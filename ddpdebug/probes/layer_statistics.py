@@ -1,4 +1,4 @@
-"""Per-layer statistics of a few checked steps: what activations, weights, gradients and updates look like by depth.
+"""Per-layer statistics of a few checked steps: activations, weights, gradients and updates by depth.
 
 Everything is bounded: so many modules and parameters, so many elements of each, so few steps. Nothing waits for a
 device: numbers stay where they are until the background thread reads them.
@@ -63,7 +63,7 @@ def is_due(count: int) -> bool:
 
 @dataclass(slots=True)
 class LayerSamples(Part, key="probe:layers"):
-    """Statistics by layer of one step; the numbers may still be on a device."""
+    """The statistics by layer of one step; the numbers may still be on a device."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)  # values are positions in `numbers` where they are floats
     numbers: device.LaterFloats = list
@@ -76,7 +76,7 @@ class LayerSamples(Part, key="probe:layers"):
     _tables: tuple[list[float], list[float]] | None = None
 
     def read(self) -> tuple[list[float], list[float]]:
-        """Return weight norms and the norms of their changes, scaled from the block to the whole."""
+        """Return the norms of weights and of their changes, scaled up from sampled blocks."""
         if self._tables is None:
             values = self.norms()
             if len(values) < 2 * len(self.names):
@@ -91,17 +91,17 @@ class LayerSamples(Part, key="probe:layers"):
         return self._tables
 
     def let_go(self) -> None:
-        """Keep numbers."""
+        """Keep numbers instead of tensors."""
         values = self.numbers()
         self.numbers = lambda: values
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return the norms of the weights and of their change."""
+        """Return the norms of the weights and of their changes."""
         weights, updates = self.read()
         return {"param_norm": math.hypot(*weights), "update_norm": math.hypot(*updates)} if weights else {}
 
     def detail(self, gradients: Mapping[str, float], before: Mapping[str, int]) -> LayerStatistics:
-        """Return the detail of this kind.
+        """Return the `layers` detail.
 
         Args:
             gradients: norms of the gradients that the optimizer used, by parameter.
@@ -155,7 +155,7 @@ def _shown(value: float) -> float | None:
 
 
 class Layers:
-    """Takes the samples."""
+    """The probe that takes layer samples."""
 
     def __init__(self) -> None:
         self.sampling = False
@@ -178,7 +178,7 @@ class Layers:
     def begin(
         self, since: SinceLastStep, root: torch.nn.Module, layers: Sequence[torch.nn.Module] | None = None
     ) -> bool:
-        """Decide about a checked training forward; return whether its module calls are wanted.
+        """Decide whether to sample a checked training forward; return whether its module calls are needed.
 
         Args:
             layers: the calls of these alone are seen, of a model of many modules.
@@ -197,7 +197,7 @@ class Layers:
         return rank < _RANKS
 
     def look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Take the statistics of one module call; containers only hand on what their children gave."""
+        """Take the statistics of one module call; containers pass on their children's outputs and are skipped."""
         if not internals.is_leaf(module) or (self._only is not None and id(module) not in self._only):
             return
         own = internals.own_parameters(module)
@@ -258,7 +258,7 @@ class Layers:
         return _Number(len(self._numbers) - 1)
 
     def end(self, root: torch.nn.Module, prefix: str, output: Any, names: Mapping[int, str] | None = None) -> None:
-        """Note what was seen, under the modules' paths; `names` are those in `root`, by the modules' numbers."""
+        """Record the statistics under the modules' paths; `names` are those in `root`, by the modules' numbers."""
         if not self._calls:
             return
         if names is None:
@@ -322,7 +322,7 @@ class Layers:
         return {"zero_units": dead, "inputs": sum(n for n, _ in past), "units": fired.numel()}
 
     def forget(self) -> None:
-        """Let go of a forward that is over, or that raised."""
+        """Discard the samples of a forward that is over, or that raised."""
         self._calls, self._numbers = [], []
         self._seen.clear()
         self._times.clear()
@@ -330,7 +330,7 @@ class Layers:
     # --- optimizer ----------------------------------------------------------------------------------------------------
 
     def before(self, watch: OptimizerWatch, record: StepRecord) -> None:
-        """Copy a block of each parameter just before the optimizer changes it, in a step that is sampled."""
+        """Copy a block of each parameter just before the optimizer changes it, in a sampled step."""
         self._blocks = []
         if not self.sampling or not record.checked or record.flags & (Flag.CLOSURE | Flag.SKIPPED):
             return
@@ -358,7 +358,7 @@ class Layers:
         record.parts[LayerSamples] = notes
 
     def after(self, watch: OptimizerWatch, notes: LayerSamples | None) -> None:
-        """Measure how far the optimizer has moved them."""
+        """Measure how far the optimizer has moved the parameters."""
         blocks, self._blocks = self._blocks, []
         if notes is None or not blocks:
             return

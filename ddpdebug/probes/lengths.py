@@ -1,4 +1,4 @@
-"""How long a data set, a sampler or a loader is, without a call of its `__len__`, which is the user's and may count.
+"""Lengths of data sets, samplers and loaders without a call of their `__len__`, which is user code.
 
 Most `__len__` say no more than `len(self.rows)` or `self.size`: what such a one would return is read from its code and
 the object's own attributes. Of another one the length is not known.
@@ -36,7 +36,7 @@ class _UnknownError(Exception):
 
 
 def length_of(value: Any, depth: int = 0) -> int | None:  # noqa: PLR0911 - one for each kind
-    """Return how long something is; None where only code of the user's would know."""
+    """Return the length of an object; None if only user code would know."""
     if is_sized(value):
         return len(value)
     if is_one_of(value, _TENSORS):
@@ -60,7 +60,7 @@ def length_of(value: Any, depth: int = 0) -> int | None:  # noqa: PLR0911 - one 
 
 
 def batches_of(loader: DataLoader[Any]) -> int | None:
-    """Return how many batches a loader has; of an iterable data set nobody knows."""
+    """Return the number of a loader's batches; None for an iterable data set."""
     if of_class(type(loader), "__len__") is not vars(DataLoader)["__len__"] or is_a(loader.dataset, IterableDataset):
         return None
     return length_of(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)

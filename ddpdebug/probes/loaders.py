@@ -1,4 +1,4 @@
-"""What the DataLoader delivers and how its sampler is set up: shards must differ, everything else must agree."""
+"""The batches of DataLoaders and the settings of their samplers: shards must differ, everything else must agree."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _CLEARLY = 1.5
 
 @dataclass(slots=True)
 class Deliveries(Part, key="probe:loader"):
-    """Digests of the batches that came out of a DataLoader."""
+    """Digests of the batches that a DataLoader delivered."""
 
     newest: int = 0  # not yet fed to a training forward
     tensors: dict[int, int] = field(default_factory=dict)  # digest of a delivered tensor -> that of its batch
     fed: list[int] = field(default_factory=list)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return one digest of what was fed."""
+        """Return one digest of the samples that were fed to the model."""
         return {"record_digest": combined(self.fed)}
 
 
@@ -66,7 +66,7 @@ class _Pairs:
 
 
 class Loaders:
-    """Watches every DataLoader of the process, numbered in order of first use."""
+    """The probe of every DataLoader of the process, numbered in the order of first use."""
 
     def __init__(self, bus: Bus, state: StepState, announce: Announce) -> None:
         self._state, self._announce = state, announce
@@ -98,7 +98,7 @@ class Loaders:
         return any([known["iterations"] > 1 for known in self._known.values()])
 
     def begin(self, event: EpochBegan) -> None:
-        """Note the start of an epoch."""
+        """Record the start of an epoch."""
         loader = event.loader
         known = self._known.get(loader)
         if known is None:
@@ -139,7 +139,7 @@ class Loaders:
         self._asked = self._state.clock.now()
 
     def delivered(self, event: BatchDelivered) -> None:
-        """Note a batch and how long the training waited for it."""
+        """Record a batch, and how long the training waited for it."""
         since = self._state.since
         waited = self._state.clock.now() - self._asked
         since.data_seconds += waited

@@ -1,4 +1,4 @@
-"""Calls of the loop beside forward, backward and step: clipping, loss scaling, loads, gathers, observed losses."""
+"""Calls of the training loop beside forward, backward and step: clipping, loss scaling, loads, gathers, losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DECIDING = 16
 
 
 class Adding:
-    """Whether the losses of a run's micro-batches add up to the step's; the first steps with several of them decide.
+    """Whether the losses of micro-batches add up to the step's loss; the first steps with several of them decide.
 
     A rank's labels may be some more or less than its share of all ranks' labels. What they add up to is then nearer to
     one loss than to as many as there are, in the mean over some steps. Where labels are left out of a mean by chance,
@@ -42,7 +42,7 @@ class Adding:
         self._wholes: list[float] = []
 
     def holds(self, parts: Sequence[float]) -> bool:
-        """Take a step, by the part of all labels that each of its losses is the sum over."""
+        """Take a step, by each loss's share of all labels; return whether the losses add up."""
         if len(parts) < 2:
             return False
         whole = math.fsum(parts)
@@ -56,7 +56,7 @@ class Adding:
 
 @dataclass(slots=True)
 class Losses(Part, key="probe:losses"):
-    """What was given to backward, told or seen, and the loss scale in force at the step."""
+    """The losses given to backward, reported or observed, and the loss scale at the step."""
 
     given: list[Callable[[], float]] = field(default_factory=list)  # one for each micro-batch, unscaled
     divisors: list[float | None] = field(default_factory=list)  # by which the script has divided each at last
@@ -71,7 +71,7 @@ class Losses(Part, key="probe:losses"):
     shares: int = 1  # each loss is one of so many parts of one; a window may be cut short, or take over the one before
 
     def settle(self, usual: int) -> int:
-        """Learn whether the losses are shares of one, or losses of their own; the step has all of its micro-batches.
+        """Decide at the end of a step whether its backward losses add up to one loss or are separate ones.
 
         Args:
             usual: of how many parts losses were until now.
@@ -92,7 +92,7 @@ class Losses(Part, key="probe:losses"):
         return len(parts) == len(self.given) and self.adding.holds(parts)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return the loss of the step, and the scale."""
+        """Return the loss of the step, and the loss scale."""
         found: dict[str, Any] = {"flags": int(Flag.VAL_LOSS_SEEN) if self.seen else 0}
         if self.scale is not None:
             found["loss_scale"] = self.scale()
@@ -120,7 +120,7 @@ class Clipping(NamedTuple):
 
 @dataclass(slots=True)
 class StepCalls(Part, key="probe:clip"):
-    """Clippings, loads, and gathers that cut gradients."""
+    """Clippings, loads, and gathers that detach gradients."""
 
     clippings: list[Clipping] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -151,7 +151,7 @@ class StepCalls(Part, key="probe:clip"):
 
     @property
     def given(self) -> set[int] | None:
-        """The ids of the parameters that were clipped, None where these are not known."""
+        """The ids of the clipped parameters; None if unknown."""
         given = [clip.given for clip in self.clippings if clip.given is not None]
         return set().union(*given) if len(given) == len(self.clippings) else None
 
@@ -160,12 +160,12 @@ class StepCalls(Part, key="probe:clip"):
         return not self.early and len({(clip.norm(), clip.limit) for clip in self.clippings}) == 1
 
     def let_go(self) -> None:
-        """Keep numbers."""
+        """Keep numbers instead of tensors."""
         self.clippings = [clip._replace(norm=partial(float, clip.norm()), given=None) for clip in self.clippings]
 
 
 class LoopCalls:
-    """Notes these calls, and knows the loss scale in force.
+    """The probe of these calls; knows the loss scale in force.
 
     Args:
         announce: tells all ranks.
@@ -187,7 +187,7 @@ class LoopCalls:
         bus.on("probe:gather", BackwardBegan, self._close_gathers)
 
     def clipped(self, event: Clipped) -> None:
-        """Note a gradient clipping; `before_sync` when it saw this rank's own gradients."""
+        """Record a gradient clipping; `before_sync` if it saw this rank's own gradients."""
         state, norm = self._state, event.norm
         alone = not state.wrappers and state.world > 1
         local = any([w.pending is not None for w in state.wrappers]) or alone
@@ -206,7 +206,7 @@ class LoopCalls:
             calls.early = True
 
     def observed(self, name: str, loss: Any) -> None:
-        """Take a loss from the user: `loss` instead of the one given to backward, or `val_loss`."""
+        """Take a loss that the user reports: `loss` instead of the one given to backward, or `val_loss`."""
         value = loss.detach() if is_a(loss, torch.Tensor) else torch.tensor(float(loss))
         losses, reader = self._state.since.parts[Losses], loss_reader(value, None)
         if name == "loss":
@@ -230,17 +230,17 @@ class LoopCalls:
             self.last_loss_scale = lambda: read()[0]
 
     def take_scale(self) -> torch.Tensor | None:
-        """Return the scale of the loss that is given to backward now, if it was scaled."""
+        """Return and clear the scale of the loss that is given to backward now; None if it is not scaled."""
         scale, self._scaled_by = self._scaled_by, None
         return scale
 
     @property
     def is_scaled(self) -> bool:
-        """Return whether the loss that is given to backward next was scaled."""
+        """Return whether the loss that is given to backward next is scaled."""
         return self._scaled_by is not None
 
     def known_scale(self) -> float:
-        """Return the loss scale in force, NaN where it is on a device."""
+        """Return the loss scale in force; NaN if it is on a device."""
         scale = self._scaled_by
         return float(scale) if scale is not None and scale.device.type == "cpu" else float("nan")
 

@@ -1,4 +1,4 @@
-"""Finds the line that made the loss: the last assignment, before the backward, to what backward was called on."""
+"""Finds the source line that made the loss: the last assignment to the loss's name before the backward call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LINES = 20_000
 
 
 def expression(frame: FrameType | None) -> str | None:
-    """Return `file:line` of the expression that the loss comes from, as far as the source of the frame shows it."""
+    """Return `file:line` of the expression that made the loss; None if the frame's source does not show it."""
     if frame is None:
         return None
     file = frame.f_code.co_filename
@@ -32,7 +32,7 @@ def expression(frame: FrameType | None) -> str | None:
 
 
 def line_of_loss(tree: ast.AST, line: int) -> int | None:
-    """Return the line of the last assignment to a name in the backward call at `line`, or of that call itself."""
+    """Return the line of the last assignment to a name in the backward call at `line`, or of the call itself."""
     call = backward_call(tree, line)
     if call is None:
         return None
@@ -49,12 +49,12 @@ def backward_call(tree: ast.AST, line: int) -> ast.Call | None:
 
 
 def is_computed_in(call: ast.Call) -> bool:
-    """Return whether a backward call computes the loss right there."""
+    """Return whether a backward call computes the loss in its own expression."""
     return any([isinstance(n, ast.Call) and n is not call and not _is_scaling(n) for n in ast.walk(call)])
 
 
 def assignment(tree: ast.AST, call: ast.Call) -> ast.stmt | None:
-    """Return the last assignment before a backward call to what it is called on, those that only rescale left out."""
+    """Return the last assignment to a name in a backward call before it, without those that only rescale."""
     names = names_in(call)
     assigned = sorted(
         (n for n in _own(scope_at(tree, call.lineno)) if isinstance(n, ast.Assign | ast.AugAssign | ast.AnnAssign)),

@@ -1,4 +1,4 @@
-"""Memory of this process and its device, and what still holds on to it. Nothing here waits for a device.
+"""Memory of this process and its device, and living autograd graphs. Nothing here waits for a device.
 
 Where the numbers come from is a `Provider`, so that everything built on them is tested without a device.
 """
@@ -43,7 +43,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """What a provider reports, under the names of the row's fields."""
+    """The numbers of a memory provider, named like the row's fields."""
 
     host_bytes: int = 0
     host_private_bytes: int = 0
@@ -62,26 +62,26 @@ _SAMPLED = tuple([sample.name for sample in fields(MemorySample)])
 
 @dataclass(slots=True)
 class MemoryUse(Part, key="probe:memory"):
-    """Memory at the end of a step, and what takes it."""
+    """Memory at the end of a step, and its causes: batch size and living graphs."""
 
     sample: MemorySample = field(default_factory=MemorySample)
     elements: int = 0  # of the inputs of the largest forward
     graphs: int = 0  # earlier steps whose autograd graph is still alive
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return all of it."""
+        """Return memory, batch size and the number of living graphs."""
         sample = {name: getattr(self.sample, name) for name in _SAMPLED}
         return {**sample, "batch_elements": self.elements, "live_graphs": self.graphs}
 
 
 @dataclass(slots=True)
 class InputSizes(Part, key="probe:input-sizes"):
-    """How large the inputs of a step's forwards with gradients were."""
+    """The number of input elements in a step's forwards with gradients."""
 
     elements: int = 0
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return it."""
+        """Return the number of input elements."""
         return {"input_elements": self.elements}
 
 
@@ -89,7 +89,7 @@ class Provider(Protocol):
     """A source of memory numbers."""
 
     def sample(self) -> MemorySample:
-        """Return the numbers of now; cheap, and without waiting for the device."""
+        """Return the present numbers; cheap, and without waiting for the device."""
 
 
 class SystemProvider:
@@ -155,7 +155,7 @@ def resident_bytes(statm: str) -> tuple[int, int]:
 
 @cache
 def host_limit() -> int:
-    """Return the bytes that this process may have: of its control group (either version), or of the machine."""
+    """Return the memory limit of this process in bytes: of its control group (either version), or of the machine."""
     try:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -167,7 +167,7 @@ def host_limit() -> int:
 
 
 def cgroup_limits(groups: Iterable[str], root: Path) -> list[int]:
-    """Return the limits on the way from a process's control group up to the root; `groups` as in /proc/self/cgroup."""
+    """Return the limits from a process's control group up to the root; `groups` as in /proc/self/cgroup."""
     limits = []
     for line in groups:
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -188,13 +188,13 @@ def cgroup_limits(groups: Iterable[str], root: Path) -> list[int]:
 
 
 def private_bytes(pids: Iterable[int]) -> int:
-    """Return the private bytes of other processes of ours, those that are gone left out."""
+    """Return the private bytes of other processes of ours; ended ones count as 0."""
     return sum(resident_bytes(f"/proc/{pid}/statm")[1] for pid in pids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What is remembered of a finished step."""
+    """The memory use of a finished step."""
 
     step: int
     used: int  # allocated on the device, or private to the process where there is none
@@ -203,7 +203,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What was seen in the moment in which an allocation failed, before the error freed anything on its way up."""
+    """The memory state at the moment of a failed allocation, before the propagating error freed anything."""
 
     requested: int
     sample: MemorySample
@@ -215,7 +215,7 @@ class Failure:
 
 
 class MemoryProbe:
-    """The training thread's side: samples at the end of each step, shapes of the batch, graphs that stay alive."""
+    """The training thread's memory probe: samples at the end of each step, batch shapes, living graphs."""
 
     def __init__(self, bus: Bus, state: StepState) -> None:
         self._bus, self._state = bus, state
@@ -234,20 +234,20 @@ class MemoryProbe:
         bus.on("probe:memory", StepClosing, self._step_closes)
 
     def measure_with(self, provider: Provider) -> None:
-        """Take the numbers from another source from here on."""
+        """Take the numbers from another provider from now on."""
         self.provider = provider
 
     def note_failure(self, failure: Failure) -> None:
-        """Keep what was seen as an allocation failed, until the error is met on its way up."""
+        """Keep the memory state of a failed allocation until its error is handled."""
         self._failure = failure
 
     def take_failure(self) -> Failure | None:
-        """Return what was kept last, once."""
+        """Return and clear the kept memory state."""
         failure, self._failure = self._failure, None
         return failure
 
     def inputs(self, event: ForwardBegan) -> None:
-        """Note the shapes of a training forward's inputs."""
+        """Record the shapes of a training forward's inputs."""
         if not torch.is_grad_enabled():
             return
         self._begins()
@@ -281,7 +281,7 @@ class MemoryProbe:
         event.record.parts[MemoryUse] = self.end_step(event.watch.step)
 
     def end_step(self, step: int) -> MemoryUse:
-        """Return what the row says of memory, and begin the next step."""
+        """Return the row's numbers about memory, and begin the next step."""
         sample = self.provider.sample()
         used = sample.device_allocated_bytes or sample.host_private_bytes
         self.history.append(Past(step=step, used=used, elements=self.elements))

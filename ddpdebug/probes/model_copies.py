@@ -1,4 +1,4 @@
-"""Optimizers that train copies of the wrapped model, as the inner loop of meta-learning does: on purpose, on each rank.
+"""Optimizers that train copies of the wrapped model, as meta-learning's inner loop does: intended, on each rank.
 
 A copy is known by what it holds: as its optimizer begins, after a step of the model, it is equal to the model bit for
 bit, while the model has not been in a backward of its own and another optimizer holds it. A second model that began as
@@ -30,7 +30,7 @@ class _Known(NamedTuple):
 
 
 class ModelCopies:
-    """Returns of an optimizer that is about to step whether it trains a copy of what a DDP holds."""
+    """Decides for an optimizer that is about to step whether it trains a copy of a DDP's model."""
 
     def __init__(self, bus: Bus, state: StepState, built: Built) -> None:
         self._bus, self._state, self._built = bus, state, built
@@ -38,7 +38,7 @@ class ModelCopies:
         self._round = self._steps = 0  # steps of the model, and steps of copies since its newest
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the coming step is one of a copy. Reads the parameters once after each step of the model."""
+        """Return whether the coming step is that of a copy. Reads the parameters once after each step of the model."""
         wrappers = self._state.wrappers
         if not wrappers or self._state.in_backward:
             return False
@@ -56,7 +56,7 @@ class ModelCopies:
         return known.copies and self._steps <= MOST
 
     def model_runs(self) -> bool:
-        """Return whether the model has forwards or backwards of its own for its coming step."""
+        """Return whether the model itself has forwards or backwards for its coming step."""
         return self._state.syncs != self._state.synced or any([w.forwards for w in self._state.wrappers])
 
     def _copies(self, optimizer: torch.optim.Optimizer, before: _Known | None) -> bool:

@@ -20,7 +20,7 @@ from ddpdebug.schema.announcements import Announce, WrapperGroup
 
 
 class Models:
-    """Keeps the list of DDPs.
+    """The list of DDPs.
 
     Args:
         announce: tells all ranks.
@@ -47,7 +47,7 @@ class Models:
             self.wrapped(event.ddp)
 
     def wrapped(self, ddp: DistributedDataParallel) -> Wrapper:
-        """Return the watch of a DDP; begin to watch it if it is new."""
+        """Return the `Wrapper` of a DDP; make one if the DDP is new."""
         if (known := self._state.wrapper_of(ddp)) is not None:
             return known
         wrapper = Wrapper(ddp, len(self._state.wrappers), self._entries)
@@ -60,7 +60,7 @@ class Models:
         return wrapper
 
     def forget(self) -> None:
-        """Let go of what belongs to models and optimizers that are gone."""
+        """Drop references to models and optimizers that are gone."""
         for watch in self._state.watches:
             watch.forget()
         self._hooks.forget()
@@ -71,7 +71,7 @@ class Models:
         known.append(weakref.ref(event.context))
 
     def in_no_sync(self, ddp: DistributedDataParallel) -> bool:
-        """Whether a context without reduction has been entered and not left: its generator waits in its middle."""
+        """Whether a `no_sync` context of a DDP has been entered and not left: its generator is suspended."""
         contexts = (ref() for ref in self._no_syncs.get(id(ddp), ()))
         generators = (getattr(context, "gen", None) for context in contexts)
         return any(

@@ -1,4 +1,4 @@
-"""Looks at the calls of modules: one place in the code of `torch.nn.Module.__call__`, and nothing on modules.
+"""Observes module calls from one place in the code of `torch.nn.Module.__call__`; no hooks lie on modules.
 
 Torch's hooks would be seen: those of all modules lie in dictionaries that attention asks before it takes its fast path,
 and any hook makes a forward run a frame deeper. A call that nobody looks at costs one test of a flag and of a number.
@@ -23,20 +23,20 @@ ALSO = " and id(self) not in look.of"
 
 
 class Door(Protocol):
-    """What looks at the calls of models; see `function_code.Around`."""
+    """The observer of model calls; see `function_code.Around`."""
 
     def begins(self, args: Any, kwargs: Any) -> Any:
-        """Look at a call that begins."""
+        """Observe a call that begins."""
 
     def ended(self, noted: Any, result: Any) -> Any:
-        """Look at what it returns."""
+        """Observe the result of a call."""
 
     def failed(self, noted: Any) -> None:
-        """Look at what it raises."""
+        """Observe the exception of a call."""
 
 
 class ModuleCalls:
-    """What looks at the calls of modules now."""
+    """The present observers of module calls."""
 
     def __init__(self, guard: Guard, threads: Threads) -> None:
         self.idle, self.closed = True, False  # nothing looks at all modules; nothing looks at any
@@ -51,15 +51,15 @@ class ModuleCalls:
     # --- what looks ---------------------------------------------------------------------------------------------------
 
     def follow(self, module: torch.nn.Module) -> None:
-        """Let `models` see the calls of a module; it has to know by itself which one it is."""
+        """Pass the calls of a module to `models`, which has to recognise it by itself."""
         self.of[id(module)] = self.of.get(id(module)) or ()
 
     def unfollow(self) -> None:
-        """Let `models` see no calls any more."""
+        """Pass no more calls to `models`."""
         self.of = {key: looks for key, looks in self.of.items() if looks or looks is None}
 
     def tidy(self, *hooks: ModuleHook) -> None:
-        """Let the hooks that are on see the calls of all modules: these and those that did before."""
+        """Update the list of hooks that are on: those before, and the given ones."""
         known = dict.fromkeys((*self._before, *self._after, *hooks))
         self._before = tuple([hook for hook in known if hook.is_on and not hook.is_after])
         self._after = tuple([hook for hook in known if hook.is_on and hook.is_after])
@@ -71,14 +71,14 @@ class ModuleCalls:
             self.of = {**dict.fromkeys(some), **others}
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop observing."""
         self.idle = self.closed = True
         self.of = {}
 
     # --- the calls ----------------------------------------------------------------------------------------------------
 
     def begins(self, args: Any, kwargs: Any) -> Any:
-        """Look at a call that begins."""
+        """Observe a call that begins."""
         if self.closed or torch.compiler.is_compiling() or internals.is_tracing():
             return None
         module, given = args[0], args[1:]
@@ -93,7 +93,7 @@ class ModuleCalls:
         return args, None if self.models is None else self.models.begins(args, kwargs)
 
     def ended(self, noted: Any, result: Any) -> Any:
-        """Look at what a call returns."""
+        """Observe the result of a call."""
         if noted is not None and not self.closed:
             args, model = noted
             if model is not None and self.models is not None:
@@ -103,7 +103,7 @@ class ModuleCalls:
         return result
 
     def failed(self, noted: Any) -> None:
-        """Look at what a call raises."""
+        """Observe the exception of a call."""
         if noted is not None and not self.closed:
             args, model = noted
             if model is not None and self.models is not None:
@@ -123,7 +123,7 @@ class _Nobody:
 
 
 class OneModule:
-    """A look before the calls of one module."""
+    """A hook before the calls of one module."""
 
     __slots__ = ("_calls", "_key", "look", "module", "part")
 
@@ -134,13 +134,13 @@ class OneModule:
             calls.of[self._key] = (*(calls.of.get(self._key) or ()), self)
 
     def remove(self) -> None:
-        """Look no more."""
+        """Remove the hook."""
         if looks := self._calls.of.get(self._key):
             self._calls.of[self._key] = tuple([one for one in looks if one is not self])
 
 
 class ModuleHook:
-    """A look at the calls of all modules in the followed thread, while it is on."""
+    """A hook on the calls of all modules in the followed thread, while it is on."""
 
     def __init__(
         self, calls: ModuleCalls, part: str, look: Callable[..., None], *, is_after: bool, always_called: bool = False
@@ -151,7 +151,7 @@ class ModuleHook:
         self.of: frozenset[int] | None = None  # numbers of the modules that it looks at; None looks at all
 
     def on(self, kinds: Iterable[type] = (), modules: Iterable[torch.nn.Module] | None = None) -> None:
-        """Look from here on, at modules of these classes and of those that inherit from them; at all without any.
+        """Switch on, for modules of these classes and their subclasses; for all modules without any.
 
         Args:
             modules: look at these only; whoever gives them sees to it that they live until `off`.
@@ -164,13 +164,13 @@ class ModuleHook:
             self._calls.tidy(self)
 
     def off(self) -> None:
-        """Look no more."""
+        """Switch off."""
         if self.is_on:
             self.is_on = False
             self._calls.tidy(self)
 
     def look(self, *args: Any) -> None:
-        """Let the probe look at one call; nothing of it changes."""
+        """Call the probe with one module call; the call itself does not change."""
         guard = self._calls.guard
         if self.of is not None and id(args[0]) not in self.of:
             return

@@ -1,4 +1,4 @@
-"""Looks at the outputs of the module calls of a checked forward: one pass over each tensor, no wait for a device.
+"""Examines the module outputs of a checked forward: one pass over each tensor, no wait for a device.
 
 One look at the calls of modules (`module_calls.py`), on only while a checked training forward runs: nothing
 is left on the user's modules, modules that are added later or called twice are seen like any other, and neither an
@@ -41,7 +41,7 @@ Look = Callable[[torch.nn.Module, Any, Any], None]
 
 
 class ForwardProbe:
-    """Watches the module calls of one forward at a time.
+    """Observes the module calls of one forward at a time.
 
     Args:
         guard: what the hook runs under.
@@ -68,7 +68,7 @@ class ForwardProbe:
         self._halves: dict[int, tuple[torch.nn.Module, float]] = {}
 
     def turns(self, root: torch.nn.Module) -> Turns | None:
-        """Return the order in which the modules of a model are looked at; None where all are, in each check."""
+        """Return the order in which checks examine a model's modules; None if each check examines all of them."""
         if self._looks_at_all():
             return None
         if self._turns is None or not self._turns.is_of(root):
@@ -82,7 +82,7 @@ class ForwardProbe:
         also: Look | None = None,
         modules: Iterable[torch.nn.Module] | None = None,
     ) -> None:
-        """Watch from here to `end`.
+        """Observe module calls from now until `end`.
 
         Args:
             also: sees this forward's calls too.
@@ -95,13 +95,13 @@ class ForwardProbe:
         self._hook.on(modules=modules)
 
     def abort(self) -> None:
-        """Stop watching, and forget what was seen."""
+        """Stop observing, and discard what was seen."""
         self._hook.off()
         for table in (self._calls, self._seen, self._bad, self._near, self._pending, self._halves):
             table.clear()
 
     def end(self, root: torch.nn.Module, prefix: str) -> None:
-        """Stop watching, and note what was seen under the paths of the modules in `root`."""
+        """Stop observing, and record the results under the paths of the modules in `root`."""
         if not self._hook.is_on:
             return
         if self._bad or self._near or self._pending or self._halves:

@@ -1,4 +1,4 @@
-"""Which modules of a model of many a check looks at: a bounded number, in turn, by the number of checks.
+"""The modules that a check examines in a large model: a bounded number, in turn, by the number of checks.
 
 All ranks check the same steps, so they look at the same modules.
 
@@ -35,16 +35,16 @@ class Turns:
         self._list(root)
 
     def is_of(self, root: torch.nn.Module) -> bool:
-        """Return whether these are the modules of a model."""
+        """Return whether these are the modules of `root`."""
         return self._root() is root
 
     @property
     def needed(self) -> bool:
-        """There are more modules than a check looks at."""
+        """Whether there are more modules than a check examines."""
         return len(self._blocks) + len(self._leaves) > MAX_LOOKS
 
     def now(self, step: int) -> list[torch.nn.Module]:
-        """Return the modules that the check of a step looks at."""
+        """Return the modules that the check of a step examines."""
         root = self._root()
         if root is None:
             return []
@@ -57,13 +57,13 @@ class Turns:
         return [root, *_living(chosen)]
 
     def layers(self, number: int) -> list[torch.nn.Module]:
-        """Return modules without children that stand for all layers, from the first to the last: always the same."""
+        """Return modules without children that represent all layers, from the first to the last: always the same."""
         count = min(number, len(self._leaves))
         last = len(self._leaves) - 1
         return _living([self._leaves[i * last // max(1, count - 1)] for i in range(count)])
 
     def suspect(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Look at what is in these next."""
+        """Examine the parts of these modules next."""
         inside = [part for module in modules if self._root() is not module for part in internals.modules(module)]
         self._suspects = [weakref.ref(part) for part in inside[:_MAX_SUSPECTS]]
 

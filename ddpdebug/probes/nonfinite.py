@@ -1,4 +1,4 @@
-"""Watches for NaN and Inf through one step: inputs, module outputs, loss, gradients, parameters, optimizer state.
+"""Searches for NaN and Inf through one step: inputs, module outputs, loss, gradients, parameters, optimizer state.
 
 Checked steps are looked at as they run; a loss that is non-finite on the CPU is looked into in any step. On the CPU all
 is judged on the training thread just before the optimizer changes anything: there the inputs, the parameters and the
@@ -49,7 +49,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 class Numerics:
-    """One rank's look at its numbers.
+    """The probe for non-finite numbers of one rank.
 
     Args:
         calls: knows the loss scale.
@@ -167,7 +167,7 @@ class Numerics:
         watch_entry(tensors, looks, self._guard, self.locate)
 
     def locate(self, looks: Looks) -> None:
-        """Note the line that made a loss whose gradient turns out to be non-finite; runs in its backward."""
+        """Record the line that made a loss whose gradient turns out to be non-finite; runs in its backward."""
         if looks.loss_line is None:
             looks.loss_line = self.expression(user_frame())
 
@@ -175,7 +175,7 @@ class Numerics:
         self.abort()
 
     def abort(self) -> None:
-        """Stop watching a forward that raised."""
+        """Stop observing a forward that raised."""
         self.inside = False
         self._probe.abort()
         self.layers.forget()
@@ -183,7 +183,7 @@ class Numerics:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def note_loss(self, event: events.LossGiven) -> None:
-        """Note where a loss comes from: on the CPU one that is non-finite, on a device any, which is judged later."""
+        """Record the line of a loss: on the CPU of a non-finite one, on a device of any, which is judged later."""
         looks, loss = self._state.since.parts[Looks], event.loss
         if not self._on or looks.loss is not None:
             return
@@ -207,7 +207,7 @@ class Numerics:
             self._bus.emit(events.LossExamined(loss, looks, finite=False))
 
     def expression(self, frame: Any) -> str | None:
-        """Return the line that made the loss on which a frame calls backward."""
+        """Return the line that made the loss on which a frame calls backward; None if unknown."""
         if frame is None:
             return None
         key = (frame.f_code.co_filename, frame.f_lineno)
@@ -216,7 +216,7 @@ class Numerics:
         return self._lines.get(key)
 
     def note_local(self, noted: Sequence[tuple[Wrapper, int, torch.Tensor, torch.Tensor]]) -> None:
-        """Look at gradients that are still this rank's own, on the CPU; their norms are known."""
+        """Check gradients that are still this rank's own, on the CPU; their norms are given."""
         noted = [row for row in noted if row[2].is_cpu]
         if not self._on or not noted:
             return
@@ -249,7 +249,7 @@ class Numerics:
     # --- optimizer step -----------------------------------------------------------------------------------------------
 
     def before_step(self, event: events.GradientsFinal) -> None:
-        """Judge the step that the optimizer is about to take; nothing has been changed yet."""
+        """Judge the step that the optimizer is about to take; nothing has changed yet."""
         if not self._on:
             return
         watch, record = event.watch, event.record
@@ -287,7 +287,7 @@ class Numerics:
             self._clean[watch.index] = watch.step
 
     def may_be_new(self, watch: OptimizerWatch) -> bool:
-        """Return whether parameters that turn out to be non-finite now have not been seen so before."""
+        """Return whether parameters found non-finite now would be a new observation."""
         return self._on and not self._known.get(watch.index)
 
     def _called(self, looks: Looks) -> tuple[str, int] | None:
@@ -391,7 +391,7 @@ class Numerics:
         judgement.detail = replace(judgement.detail, **found)
 
     def after_step(self, event: events.StateRead) -> None:
-        """Look at what a step with finite gradients has left behind."""
+        """Check parameters and state after a step with finite gradients."""
         watch, record, keys, tensors = event.watch, event.record, event.keys, event.tensors
         self._guard.run("probe:layers", self.layers.after, watch, record.parts.get(LayerSamples))
         judgement = record.parts.get(Judgement)

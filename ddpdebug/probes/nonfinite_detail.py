@@ -1,4 +1,4 @@
-"""The `numerics` detail of a step, from what was seen; on the training thread, or later in the background thread."""
+"""The `numerics` detail of a step from recorded numbers; on the training thread, or later in the background thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAX_CALLS = 8
 
 
 def is_bad_call(call: ModuleCall) -> bool:
-    """Return whether a module call returned what no mask explains: -Inf alone is what masks are made of."""
+    """Return whether a module call returned non-finite values other than -Inf, which masks consist of."""
     return bool(set(call.kinds) - {ranges.MINUS_INF})
 
 
 def summary(record: StepRecord, looks: Looks) -> tuple[Flag, Numerics]:
-    """Return the flags that follow from what was seen since the last step, and the detail as far as it is known."""
+    """Return the flags from the notes since the last step, and the detail as far as known."""
     names = dict(zip(record.ids, record.names, strict=True))
     near = list(looks.near)
     if record.since.parts[Losses].scale is None:  # a scaler takes scaled gradients to the limit on purpose
@@ -62,7 +62,7 @@ def _near_gradients(looks: Looks, names: Mapping[int, str]) -> list[NearLimit]:
 
 
 def complete(record: StepRecord, looks: Looks) -> Callable[[], Flag]:
-    """Return what judges a step whose numbers are still on a device; the detail is then in the record."""
+    """Return the function that judges a step whose numbers are still on a device; it also completes the detail."""
     both = device.numbers([number for seen in (*looks.later_outputs, *looks.later_entries) for number in seen])
     of_outputs = 2 * len(looks.later_outputs)
 

@@ -1,4 +1,4 @@
-"""What was seen of the numbers of one step, as far as it is worth telling. Filled in by `numerics`."""
+"""The notes about non-finite numbers of one step. Filled by `nonfinite`."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Looks(Part, key="probe:numerics-forward"):
 
     @property
     def noteworthy(self) -> bool:
-        """Return whether there is something to announce of module calls, inputs or magnitudes."""
+        """Return whether module calls, inputs or magnitudes contain something to announce."""
         return bool(self.forward or self.inputs or self.near or self.near_gradients)
 
     def let_go(self) -> None:
-        """Drop what belongs to the job; ranges are copied out by now, as far as they are wanted."""
+        """Drop references to the job's objects; ranges are copied by now, as far as needed."""
         self.module = None
         self.outputs.clear()
         self.later_outputs.clear()
@@ -64,7 +64,7 @@ class Looks(Part, key="probe:numerics-forward"):
 
 
 class Replaying:
-    """What running a bad step once more has found; written by the thread that waits for it, once."""
+    """The result of a replay in progress; written once, by the thread that waits for it."""
 
     def __init__(self, found: Mapping[str, Any] | None = None) -> None:
         self.found = found
@@ -72,17 +72,17 @@ class Replaying:
 
     @property
     def awaited(self) -> bool:
-        """Return whether what is told of the step waits for it."""
+        """Return whether the detail of the step still waits for the replay."""
         return self.found is None and time.monotonic() < self._until
 
     def told(self) -> Mapping[str, Any]:
-        """Return what is known now."""
+        """Return the result as known now."""
         return self.found or {"complete": False, "reason": "it was not over yet"}
 
 
 @dataclass(slots=True)
 class Judgement(Part, key="probe:numerics"):
-    """What follows for the step."""
+    """The judgement of the step's numbers."""
 
     detail: Numerics = field(default_factory=Numerics)
     replaying: Replaying | None = None
@@ -90,6 +90,6 @@ class Judgement(Part, key="probe:numerics"):
     certain: bool = False  # the flags about gradients are: a norm that overflowed was confirmed or cleared
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Complete the detail, and return the flags that follow from it."""
+        """Complete the detail, and return the flags from it."""
         later, self.later = self.later, None
         return {"flags": 0 if later is None else later()}

@@ -1,4 +1,4 @@
-"""One optimizer: which parameters it steps, under which names, with which settings and state."""
+"""One optimizer: its parameters with their names, its settings and its state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEW = 64
 
 
 class Mark(NamedTuple):
-    """What tells later whether parameters are still those that a step has left."""
+    """The marks by which a later look recognises that parameters are still those of a step."""
 
     step: int
     flags: Flag
@@ -43,13 +43,13 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class GroupSettings(Part, key="probe:hyper"):
-    """The settings of every parameter group at a step, and the learning rate of the first."""
+    """The settings of every parameter group at a step, and the learning rate of the first group."""
 
     groups: Sequence[Mapping[str, Any]] = ()
     lr: float = math.nan
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return one digest of all, and the learning rate."""
+        """Return one digest of all settings, and the learning rate."""
         return {"hyper_digest": fingerprint.of_text(repr(self.groups)) if self.groups else 0, "lr": self.lr}
 
 
@@ -122,18 +122,18 @@ class OptimizerWatch:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What changes with the table of parameters; empty while there is none."""
+        """A key that changes with the table of parameters; empty while there is none."""
         return self._key
 
     def forget(self) -> None:
-        """Let go of the parameters when no optimizer has them any more: watching a model must not keep it alive."""
+        """Drop the parameters once no optimizer has them: watching a model must not keep it alive."""
         if not self.optimizers():
             self._forgotten |= {id(p): internals.Seen(p) for p in self.params}
             self.names, self.params, self.ids, self.owned = [], [], [], []
             self.owners, self.wrappers, self._key, self._sign, self.table = [], [], (), (), ()
 
     def stepped(self, params: Iterable[torch.Tensor]) -> int:
-        """Return how many of some parameters are or were stepped here."""
+        """Return how many of the given parameters are or were stepped by this optimizer."""
         current: set[int] = set() if self._aliased else set(self.ids)
         known = self._forgotten
         return len(
@@ -141,7 +141,7 @@ class OptimizerWatch:
         )
 
     def number(self) -> int:
-        """Return how many living parameters are or were stepped here."""
+        """Return the number of living parameters that are or were stepped by this optimizer."""
         current: set[int] = set() if self._aliased else set(self.ids)
         return len(current | {key for key, seen in self._forgotten.items() if seen.is_alive()})
 
@@ -155,11 +155,11 @@ class OptimizerWatch:
         return [group for optimizer in self.optimizers() for group in internals.groups(optimizer)]
 
     def readable(self) -> list[torch.Tensor]:
-        """Return what is read of the parameters: of a DTensor that other ranks hold too, this rank's part."""
+        """Return the parameters in readable form: for a DTensor that other ranks hold too, this rank's part."""
         return self.params if self.sharding is None else self.sharding.readable(self.params)
 
     def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False, glance: bool = False) -> bool:
-        """Bring the tables up to date; return whether they changed. Parameters on DDP's ignore list are left out.
+        """Update the tables; return whether they changed. Parameters on DDP's ignore list are left out.
 
         Args:
             glance: look at the length of each group and at a few of its parameters only.
@@ -196,7 +196,7 @@ class OptimizerWatch:
         return True
 
     def without_gradient(self, *, glance: bool = False) -> int:
-        """Return how many parameters that train have no gradient.
+        """Return the number of trainable parameters without a gradient.
 
         Args:
             glance: of many parameters return what was counted last.
@@ -213,15 +213,15 @@ class OptimizerWatch:
         return f"{len(names)} parameters, {fingerprint.of_text(','.join(names)):016x}"
 
     def sharded(self) -> bool:
-        """Return whether the state is sharded over ranks on purpose."""
+        """Return whether the optimizer state is sharded over ranks on purpose."""
         return any([internals.is_sharded(optimizer) for optimizer in self.optimizers()])
 
     def settings(self) -> GroupSettings:
-        """Return the settings as they are now."""
+        """Return the present settings."""
         return GroupSettings(self.hyper(), self.lr())
 
     def hyper(self) -> list[dict[str, Any]]:
-        """Return the settings of every group as plain values; device tensors are left out, reading them would wait."""
+        """Return the settings of every group as plain values, without device tensors, whose reading would wait."""
         groups = self.groups()
         settings = [dict(_settings(group)) for group in groups]
         if len(self._members) == len(groups):
@@ -275,7 +275,7 @@ class OptimizerWatch:
 
 
 class HandWatch(OptimizerWatch):
-    """The parameters of models that the script updates by hand, without any optimizer of torch's."""
+    """The parameters of models that the script updates by hand, without a torch optimizer."""
 
     def __init__(self, index: int, entries: Entries) -> None:
         super().__init__(None, index, entries)
@@ -283,7 +283,7 @@ class HandWatch(OptimizerWatch):
         self._models: list[weakref.ref[torch.nn.Module]] = []
 
     def take(self, models: Sequence[torch.nn.Module]) -> None:
-        """Watch what these models train."""
+        """Watch the trainable parameters of these models."""
         me = weakref.ref(self)
         gone = lambda: None if (watch := me()) is None else watch.forget()  # noqa: E731
         self._models = [self._entries.when_gone("probe:by-hand", model, gone) for model in models]
@@ -295,12 +295,12 @@ class HandWatch(OptimizerWatch):
         return [{"params": list(held.values())}] if held else []
 
     def forget(self) -> None:
-        """Let go of the parameters when their models have gone."""
+        """Drop the parameters once their models are gone."""
         if all([ref() is None for ref in self._models]):
             super().forget()
 
     def contents(self) -> int | None:
-        """Return what changes with an update, from a few bytes of each parameter; None where reading would wait."""
+        """Return a value that changes with an update, from a few bytes of each parameter; None if that would wait."""
         if not self.params or any([p.device.type != "cpu" or not internals.is_plain(p) for p in self.params]):
             return None
         return fingerprint.spots(self.params)
@@ -385,7 +385,7 @@ def _named(
 
 
 def index_of(optimizer: torch.optim.Optimizer, watches: Sequence[OptimizerWatch]) -> int:
-    """Return a new optimizer's number: that of the one whose parameters it takes over, whole, or the next.
+    """Return the number of a new optimizer: that of the optimizer whose parameters it takes over, or the next one.
 
     An optimizer that is built again on one rank only is then still compared with the others' of that number.
     """

@@ -1,4 +1,4 @@
-"""How long a rank worked by itself in a step, and how long it waited: what parts slow ranks from waiting ones.
+"""The time that a rank worked by itself in a step, and the time that it waited: they separate slow from waiting ranks.
 
 A clock around `backward` says nothing about that: a rank that is early waits inside it for the last one. What is a
 rank's own ends with the last gradient that it computes itself, which the hooks on the parameters see. Other collectives
@@ -24,7 +24,7 @@ from ddpdebug.probes.training_events import Bus, ForwardBegan, ForwardFailed, Fo
 
 @dataclass(slots=True)
 class OwnTimes(Part, key="probe:own-times"):
-    """The times of one step that are this rank's own, and those that are not; seconds."""
+    """This rank's own times in one step, and its waiting times; seconds."""
 
     backward: float = 0.0
     sync_wait: float = 0.0
@@ -47,7 +47,7 @@ class OwnTimes(Part, key="probe:own-times"):
         self.sync_wait += ended - last
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return all of them."""
+        """Return all of these times."""
         return {
             "backward_local_seconds": self.backward,
             "sync_wait_seconds": self.sync_wait,
@@ -57,7 +57,7 @@ class OwnTimes(Part, key="probe:own-times"):
 
 
 class OwnClock:
-    """Reads, from step to step, the time in collectives and the processor time of the thread that trains."""
+    """Reads, from step to step, the time in collectives and the processor time of the training thread."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Models that train in one process without a DDP: what the rules about the loop look at there."""
+"""Models that train in one process without a DDP, for the rules about the training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpdebug.probes.step_state import StepState
 
 
 class PlainModel:
-    """One such model, as it was when it was first seen; the counterpart of `ddp_wrapper.Wrapper`."""
+    """A model without a DDP, as it was when first seen; the counterpart of `ddp_wrapper.Wrapper`."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()  # all of its parameters count
 
@@ -22,12 +22,12 @@ class PlainModel:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its parameters where there are several models."""
+        """The prefix of its parameters' names if there are several models."""
         return f"model{self.index}"
 
 
 class PlainModels:
-    """The models of this process that no DDP wraps, numbered as they come; none where several ranks train."""
+    """The models of this process without a DDP, numbered in order of appearance; none if several ranks train."""
 
     def __init__(self, state: StepState) -> None:
         self._state = state
@@ -35,7 +35,7 @@ class PlainModels:
         self._made = 0
 
     def living(self) -> list[PlainModel]:
-        """Return those that are followed and still live."""
+        """Return the followed models that still live."""
         if self._state.wrappers or (self._state.world > 1 and not self._state.is_sharded):
             return []
         self._known = [model for model in self._known if model.module() is not None]
@@ -46,5 +46,5 @@ class PlainModels:
         return self._known
 
     def index(self, module: torch.nn.Module) -> int | None:
-        """Return the number of a model; None where it is not one of them."""
+        """Return the number of a model; None if it is not followed."""
         return next(iter([model.index for model in self.living() if model.module() is module]), None)

@@ -1,4 +1,4 @@
-"""What the training loop draws from random generators, beside the models' own draws: where, how many, in which state.
+"""The training loop's own draws from random generators, beside those of models: line, number, state.
 
 Generators are read and never drawn from: torch's default one, that of the current CUDA device, Python's and NumPy's
 global ones, and those that the loop holds in variables. Two readings that differ say that something drew in between.
@@ -113,7 +113,7 @@ class _Step:
 
 
 class RandomDraws:
-    """Reads the generators around the parts of checked steps, and announces what is drawn in each of many steps.
+    """Reads the generators around the parts of checked steps, and announces draws that recur in many steps.
 
     Args:
         announce: tells all ranks.
@@ -140,7 +140,7 @@ class RandomDraws:
             bus.on("probe:draws", event, look)
 
     def release(self) -> None:
-        """Let go of the generators that were found in variables."""
+        """Drop the generators that were found in variables."""
         self._held, self._before = {}, None
 
     def _follows(self) -> bool:

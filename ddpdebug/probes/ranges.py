@@ -1,4 +1,4 @@
-"""Ranges of tensors: one pass at the speed of the memory, which tells on the way whether everything is finite."""
+"""Ranges of tensors: one pass at memory speed, which also shows whether all elements are finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHOLE = frozenset({torch.float32, torch.float64})
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the elements as real floating-point numbers that can be compared; None when there are none to read."""
+    """Return the elements as comparable real floating-point numbers; None if there are none to read."""
     if not internals.is_plain(tensor):
         return None
     own = internals.detached(tensor)
@@ -31,7 +31,7 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the least and the largest element, NaN when there is one; cannot overflow as a sum can."""
+    """Return the least and the largest element, NaN if there is one; cannot overflow as a sum can."""
     own = real_view(tensor)
     if own is None:
         return None
@@ -40,7 +40,7 @@ def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def is_surely_finite(tensor: torch.Tensor) -> bool:
-    """Decide by the sum, which takes less than half the time of a range; a sum that overflows proves nothing."""
+    """Return whether the sum is finite, in less than half the time of a range; a sum that overflows proves nothing."""
     if type(tensor) is torch.Tensor and tensor.dtype in _WHOLE and internals.is_plain(tensor):
         return math.isfinite(float(tensor.detach().sum()))
     own = real_view(tensor)
@@ -54,14 +54,14 @@ def read(tensor: torch.Tensor) -> tuple[float, float] | None:
 
 
 def kinds_of(low: float, high: float) -> list[str]:
-    """Return what is certain to be in a tensor with this range, as far as it is not finite."""
+    """Return the kinds of non-finite values that a tensor with this range certainly contains."""
     if math.isnan(low) or math.isnan(high):
         return [NAN]
     return [name for name, there in ((INF, high == math.inf), (MINUS_INF, low == -math.inf)) if there]
 
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
-    """Count what is not finite and return the range of the rest; takes several passes and waits for a device."""
+    """Count the non-finite elements and return the range of the others; takes several passes and waits for a device."""
     own = real_view(tensor)
     assert own is not None
     finite = torch.isfinite(own)
@@ -77,7 +77,7 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def samples(tensor: torch.Tensor) -> list[int]:
-    """Return the indices along dimension 0 that hold something non-finite, the first ones."""
+    """Return the first indices along dimension 0 with a non-finite element."""
     own = real_view(tensor)
     if own is None or own.dim() == 0:
         return []
@@ -86,18 +86,18 @@ def samples(tensor: torch.Tensor) -> list[int]:
 
 
 def is_additive_mask(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds nothing but 0 and -Inf: an attention mask, which is meant to be so."""
+    """Return whether a tensor holds nothing but 0 and -Inf, as an attention mask does."""
     own = real_view(tensor)
     return own is not None and bool(((own == 0) | (own == -math.inf)).all())
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name of the dtype as people write it."""
+    """Return the name of the dtype without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def near_limit(dtype: torch.dtype, low: float, high: float) -> float | None:
-    """Return the largest magnitude when it is within a factor of two of what a 16-bit dtype holds.
+    """Return the largest magnitude if it is within a factor of two of a 16-bit dtype's limit.
 
     Negative values count only beside positive ones of some size: constants such as -65504 or -5e4 that masks are made
     of are no sign of growth, and come with scores around 0.
@@ -110,7 +110,7 @@ def near_limit(dtype: torch.dtype, low: float, high: float) -> float | None:
 
 
 def nonfinite(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the positions of tensors with non-finite elements: by norm, and where that is not finite, by range."""
+    """Return the positions of tensors with non-finite elements: by norm and, if that is not finite, by range."""
     if internals.are_alike(tensors):
         with torch.no_grad():
             norms = internals.norms(tensors)

@@ -1,4 +1,4 @@
-"""The record of one optimizer step, in the parts that its probes fill, and how it becomes the row.
+"""The record of one optimizer step, in parts that probes fill, and its encoding as a row.
 
 A part belongs to the probe that fills it and is defined in that probe's file: it names its columns of the row, and
 what a detail tells of it. What is noted before the optimizer steps is in `SinceLastStep.parts`, what is noted at the
@@ -24,7 +24,7 @@ from ddpdebug.schema.row import Flag, Row, encode
 
 
 class Part:
-    """What one probe notes in one step. Its constructor takes no arguments: it is begun where it is asked for first."""
+    """The notes of one probe in one step. Its constructor takes no arguments: it is made on first access."""
 
     __slots__ = ()
     key: ClassVar[str]  # under which it is off once its columns have failed: that of its probe
@@ -34,7 +34,7 @@ class Part:
             cls.key = key
 
     def columns(self, record: StepRecord, /) -> dict[str, Any]:
-        """Return its columns of the row by name, `flags` among them; those left out are not known.
+        """Return the part's columns of the row by name, `flags` among them; missing ones are unknown.
 
         Runs in the background thread, where waiting for a device is allowed.
         """
@@ -42,14 +42,14 @@ class Part:
         return {}
 
     def let_go(self) -> None:
-        """Keep numbers instead of tensors, after the row: a record stays in the ring for many steps."""
+        """Keep numbers instead of tensors after the row is encoded: a record stays in the ring for many steps."""
 
 
 _P = TypeVar("_P", bound=Part)
 
 
 class Parts(dict[type[Part], Part]):
-    """Parts by their class. `parts[Clips]` begins one that is not there yet, `parts.get(Clips)` does not."""
+    """Parts by their class. `parts[Clips]` makes a missing one, `parts.get(Clips)` does not."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Parts(dict[type[Part], Part]):
 
 @dataclass(slots=True)
 class SinceLastStep:
-    """What has happened since the previous row: forwards, backwards and what probes note of them."""
+    """The events since the previous row: forwards, backwards and the probes' notes of them."""
 
     started: float = 0.0
     overhead_before: float = 0.0
@@ -97,12 +97,12 @@ class StepRecord:
 
 
 def combined(digests: Sequence[int]) -> int:
-    """Return one digest of several; 0, which says *not computed*, where there are none."""
+    """Return one digest of several; 0, which means *not computed*, if there are none."""
     return fingerprint.combine(digests) if digests else 0
 
 
 def encode_row(record: StepRecord, rank: int, guard: Guard) -> bytes:
-    """Return the row; runs in the background thread.
+    """Return the encoded row of a record; runs in the background thread.
 
     A part that fails goes off under its key, and the row has the columns of the others.
     """

@@ -1,4 +1,4 @@
-"""The record of each optimizer step: opened as the step begins, closed as it ends, and handed over.
+"""The recorder of optimizer steps: opens a record as a step begins, closes it as it ends, and hands it over.
 
 Here is what makes a step: which forwards and backwards belong to it, the loss, the batch's and the output's digests,
 times and counts, and what the next step begins with. What else a record holds the other probes put into it, as they
@@ -51,7 +51,7 @@ _LONELY_BACKWARDS = 8
 
 @dataclass(slots=True)
 class Forwards(Part, key="probe:forward"):
-    """What DDP's forwards were given and gave, as digests."""
+    """Digests of the inputs and outputs of DDP's forwards."""
 
     modes: dict[int, bytes] = field(default_factory=dict)  # of each DDP, train or eval of every module
     pending: dict[int, bytes] = field(default_factory=dict)  # likewise, of the newest forward: no backward has come
@@ -64,7 +64,7 @@ class Forwards(Part, key="probe:forward"):
     eval_output: list[list[LaterOne]] = field(default_factory=list)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return one digest of each."""
+        """Return the digests of modes, batches, outputs and random state."""
         flags = int(Flag.RNG_USED_IN_FORWARD) if self.drawn else 0
         found = {
             "modes_digest": fingerprint.of_bytes(b"".join(self.modes.values())) if self.modes else 0,
@@ -79,12 +79,12 @@ class Forwards(Part, key="probe:forward"):
         return found
 
     def let_go(self) -> None:
-        """Drop what may still be on its way."""
+        """Drop values that may still be on their way."""
         self.batch, self.output, self.eval_batch, self.eval_output = [], [], [], []
 
 
 class Recorder:
-    """Makes one rank's records.
+    """The recorder of one rank.
 
     Args:
         models: finds the DDPs.
@@ -157,12 +157,12 @@ class Recorder:
         bus.on("probe:wrapper", events.Averaged, self._averages)
 
     def take_halt(self) -> BaseException | None:
-        """Return what the vote on the step that just began asks to be raised, once."""
+        """Return and clear the exception that the vote on the step that has just begun asks to raise."""
         halt, self._halt = self._halt, None
         return halt
 
     def cut(self) -> None:
-        """Forget what was half noted when an exception of the user's came through: this step is not judged."""
+        """Discard half-finished notes after a user's exception: this step is not judged."""
         state, number = self._state, self._state.since.number
         state.since = SinceLastStep(time.perf_counter(), self._guard.elapsed(), number, cut=True)
         self._stepping.clear()
@@ -178,7 +178,7 @@ class Recorder:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, event: events.ForwardBegan) -> None:
-        """Note the inputs and the promise of a DDP forward."""
+        """Record the inputs of a DDP forward, and whether its backward will be reduced."""
         ddp, since = event.ddp, self._state.since
         noted = since.parts[Forwards]
         wrapper = self._models.wrapped(ddp)
@@ -243,7 +243,7 @@ class Recorder:
         self._state.since.parts[Forwards].output += _digests(outputs, _OUTPUT_BYTES)
 
     def end_forward(self, event: events.ForwardEnded) -> None:
-        """Note the output of a DDP forward."""
+        """Record the output of a DDP forward."""
         self._models.wrapped(event.ddp).in_forward = False
         started = self._started.pop() if self._started else 0.0
         since = self._state.since
@@ -269,7 +269,7 @@ class Recorder:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, event: events.BackwardBegan) -> None:
-        """Note the loss."""
+        """Record the loss."""
         state, roots = self._state, event.roots
         state.in_backward += 1
         self._started.append(self._now())
@@ -301,7 +301,7 @@ class Recorder:
         self._state.cut_short = CutBackward(error=text_of(event.error), step=step, location=user_location())
 
     def end_backward(self, _: events.BackwardEnded) -> None:
-        """Note what was reduced."""
+        """Record the reduction of gradients in a backward."""
         state = self._state
         if not state.in_backward:  # it was cut
             return
@@ -513,7 +513,7 @@ class Recorder:
             self._over(watch.index)
 
     def prepare(self, *, partly: bool = False) -> None:
-        """Prepare for the step that comes: whether it is checked, and what that needs.
+        """Prepare for the coming step: whether it is checked, and what the check needs.
 
         Args:
             partly: some of it has passed already, so that it is not.
@@ -525,16 +525,16 @@ class Recorder:
     # --- steps that are not watched -----------------------------------------------------------------------------------
 
     def when_over(self, call: Callable[..., None]) -> None:
-        """Call with the optimizer's number as a step is over."""
+        """Set the function that is called with the optimizer's number when a step is over."""
         self._over = call
 
     def known(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch | None:
-        """Return what is known of an optimizer that has stepped before, and is looked at."""
+        """Return the watch of an optimizer that has stepped before; None if it is not watched."""
         watch = self._by_optimizer.get(id(optimizer))
         return watch if watch is not None and watch.ref is not None and watch.ref() is optimizer else None
 
     def may_pass(self) -> bool:
-        """Return whether a step may go unwatched: not where only what happens in between tells that there is one."""
+        """Return whether a step may go unwatched: not if only the events in between show that there is a step."""
         hidden = self._fused is not None or self._hand is not None or self._veto is not None
         return not (hidden or self._stepping or any([watch.given_up for watch in self._state.watches]))
 
@@ -581,11 +581,11 @@ class Recorder:
 
     @property
     def by_hand(self) -> int:
-        """The updates by hand that were seen."""
+        """The number of updates by hand that were seen."""
         return 0 if self._hand is None else self._hand.step
 
     def end_by_hand(self) -> None:
-        """Close the record of the last update by hand; a call before the end of everything that takes records."""
+        """Close the record of the last update by hand; to be called before the consumers of records are closed."""
         self._guard.run("probe:by-hand", self._close_by_hand, None)
 
     def _open_by_hand(self, _: events.BackwardEnded) -> None:
@@ -625,7 +625,7 @@ class Recorder:
 
 
 def keep_for_next(since: SinceLastStep, following: SinceLastStep) -> None:
-    """Keep what no later step shows of a step that has no row: losses of an evaluation, loads."""
+    """Keep notes that no later step would show, of a step without a row: losses of an evaluation, loads."""
     if not since.parts:
         return
     if Losses in since.parts and (told := since.parts[Losses]).validation:

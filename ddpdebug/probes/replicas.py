@@ -1,4 +1,4 @@
-"""Copies outside DDP that should be replicas: EMA and teacher models, found among all that was built, or named."""
+"""Model copies outside DDP that should be replicas: EMA and teacher models, found among all modules, or named."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _MAX_REPLICAS = 4
 
 @dataclass(slots=True)
 class Copies(Part, key="probe:replicas"):
-    """What each living copy looks like, by name."""
+    """The fingerprints of living copies, by name."""
 
     looks: Mapping[str, Replica] = field(default_factory=dict)
 
     def columns(self, _: StepRecord) -> dict[str, Any]:
-        """Return one digest over all copies that count: those that this rank changes or uses."""
+        """Return one digest over the copies that count: those that this rank changes or uses."""
         counting = ((name, look) for name, look in sorted(self.looks.items()) if look.changed or look.used)
         return {"replicas_digest": combined([fingerprint.of_text(f"{name}:{look.digest}") for name, look in counting])}
 
@@ -62,7 +62,7 @@ class Replicas:
         record.parts[Copies].looks = self.look()
 
     def search(self, step: int, wrappers: Sequence[Wrapper], watches: Sequence[OptimizerWatch]) -> None:
-        """Find root modules with parameters that neither a DDP nor an optimizer has."""
+        """Find root modules with parameters that belong to no DDP and no optimizer."""
         if step not in _SEARCH_AT or not wrappers:
             return
         built = self._entries.built
@@ -88,12 +88,12 @@ class Replicas:
             self._known[name] = _Replica(found[name], self._entries, named=False)
 
     def release(self) -> None:
-        """Take the hooks off the user's modules."""
+        """Remove the hooks from the user's modules."""
         for replica in self._known.values():
             replica.release()
 
     def look(self) -> dict[str, Replica]:
-        """Return what each living copy looks like now."""
+        """Return the present state of each living copy."""
         self._known = {name: r for name, r in self._known.items() if r.module() is not None}
         return {name: replica.look() for name, replica in self._known.items()}
 

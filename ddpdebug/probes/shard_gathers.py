@@ -38,7 +38,7 @@ class _Look(NamedTuple):
 
 @dataclass(slots=True)
 class Gathered(Part, key="probe:shard-parameters"):
-    """Digests of what was gathered in a step, by the id of the sharded parameter."""
+    """Digests of the tensors gathered in a step, by the id of the sharded parameter."""
 
     looks: list[_Look] = field(default_factory=list)
     times: Counter[int] = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Gathered(Part, key="probe:shard-parameters"):
     waiting: set[int] = field(default_factory=set)  # parameters whose gradients nobody has reduced, or not for all
 
     def note(self, gathering: internals.Gathering) -> None:
-        """Read what was just gathered."""
+        """Fingerprint parameters that were just gathered."""
         pairs = zip(gathering.parameters, gathering.gathered, strict=True)
         chosen = [(id(parameter), whole) for parameter, whole in pairs if self.times[id(parameter)] < _LOOKS]
         keys = [key for key, _ in chosen]
@@ -55,20 +55,20 @@ class Gathered(Part, key="probe:shard-parameters"):
             self.looks.append(_Look(keys, gathering.ranks, device.digests([whole for _, whole in chosen])))
 
     def keep(self, kept: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
-        """Read what has stayed gathered, and what it should be."""
+        """Fingerprint parameters that stayed gathered, and their expected values."""
         keys = [id(parameter) for parameter, _, _ in kept]
         with torch.no_grad():
             tensors = [*[piece for _, piece, _ in kept], *[part for _, _, part in kept]]
             self.stayed.append((keys, device.digests(tensors)))
 
     def settle(self, parameters: Sequence[Any], *, is_apart: bool) -> None:
-        """Note which parameters' gradients are reduced, over some of the ranks or over all."""
+        """Record whether these gradients are reduced over all ranks, or (`is_apart`) only over some of them."""
         keys = [id(parameter) for parameter in parameters]
         self.waiting.difference_update(keys)
         self.waiting.update(keys if is_apart else ())
 
     def table(self, record: StepRecord) -> tuple[tuple[int, ...], dict[str, int]]:
-        """Return the largest group of ranks that gather from each other, and name -> digest of what they gather."""
+        """Return the largest group of ranks that gather from each other, and the digests of its parameters by name."""
         own = set(record.ids)
         looks = [look for look in self.looks if not own.isdisjoint(look.keys)]
         ranks = max([look.ranks for look in looks], key=len, default=())
@@ -80,7 +80,7 @@ class Gathered(Part, key="probe:shard-parameters"):
         return ranks, {name: fingerprint.combine(sorted(found[key])) for key, name in named if key in found}
 
     def names_kept(self, record: StepRecord) -> tuple[str, ...]:
-        """Return the parameters of which the step has used values that are not any more those of this rank's part."""
+        """Return the parameters whose values in this step no longer equal this rank's part of them."""
         stale: set[int] = set()
         for keys, later in self.stayed:
             digests = later()
@@ -89,11 +89,11 @@ class Gathered(Part, key="probe:shard-parameters"):
         return tuple([name for key, name in zip(record.ids, record.names, strict=True) if key in stale])
 
     def names_waiting(self, record: StepRecord) -> tuple[str, ...]:
-        """Return the parameters of which gradients wait to be reduced."""
+        """Return the parameters whose gradients wait to be reduced."""
         return tuple([name for key, name in zip(record.ids, record.names, strict=True) if key in self.waiting])
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
-        """Return one digest of all, and whose it should be as well."""
+        """Return one digest of all gathered parameters, and a key of the ranks that should have the same."""
         if not record.checked:
             return {}
         ranks, table = self.table(record)
@@ -105,7 +105,7 @@ class Gathered(Part, key="probe:shard-parameters"):
         return {"flags": flags, "gathered_key": key, "gathered_values": values}
 
     def let_go(self) -> None:
-        """Keep numbers."""
+        """Keep numbers instead of tensors."""
         for look in self.looks:
             look.digests()
         for _, later in self.stayed:
@@ -113,7 +113,7 @@ class Gathered(Part, key="probe:shard-parameters"):
 
 
 class ShardGathers:
-    """Looks at gathers, in checked steps."""
+    """The probe of FSDP2's gathers, in checked steps."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._state, self._entries, self._is_placed = state, entries_of(guard), False

@@ -1,4 +1,4 @@
-"""Gradients before and after FSDP2 reduces them: sums of what each rank put in, by piece, and of the piece it got.
+"""Gradients before and after FSDP2 reduces them: sums of each rank's inputs, by piece, and of the piece it gets.
 
 What a rank gets is the sum of the ranks' gradients for its piece, divided: so sums over elements must agree as well, up
 to rounding. That covers whatever lies between: the collectives, or the script's own in their place, divisions, hooks,
@@ -29,7 +29,7 @@ _MOST_PIECES = 64
 
 
 class PutIn(NamedTuple):
-    """What this rank's gradients of one parameter give in a step, divided as what comes of them is."""
+    """The norm and the sums, by piece, of this rank's gradients of one parameter in a step."""
 
     norm: float
     sums: tuple[float, ...]  # by piece
@@ -59,7 +59,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
     read: device.LaterFloats = list
 
     def table(self, record: StepRecord) -> dict[str, tuple[PutIn, int, float]]:
-        """Return name -> what this rank put in, which piece it gets, and the sum over that, NaN where not known."""
+        """Return name -> this rank's inputs, the number of its piece, and the sum over the piece; NaN if unknown."""
         found = self.read()
         if len(found) != sum(1 + len(term.sums) for term in self.terms) + len(self.before) + len(self.after):
             return {}  # a backward whose end was not seen
@@ -81,7 +81,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
         }
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
-        """Return checksums by slot, whose sums over all ranks agree."""
+        """Return checksums by slot, whose sums over all ranks must agree."""
         if not record.checked or record.sharding is None or self.is_partial or not (table := self.table(record)):
             return {"flags": self.flags}
         copies = dict(zip(record.names, [self.copies.get(key, 1) for key in record.ids], strict=True))
@@ -99,7 +99,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
         return found
 
     def let_go(self) -> None:
-        """Keep numbers."""
+        """Keep numbers instead of tensors."""
         numbers = self.read()
         self.read = lambda: numbers
         self.terms = [term._replace(norm=None, sums=[None] * len(term.sums)) for term in self.terms]
@@ -107,7 +107,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
 
 
 class ShardReductions:
-    """Takes the sums, in checked steps."""
+    """The probe of FSDP2's reductions, in checked steps."""
 
     def __init__(self, bus: Bus, state: StepState, guard: Guard) -> None:
         self._state, self._entries, self._is_placed = state, entries_of(guard), False

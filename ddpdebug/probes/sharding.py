@@ -1,4 +1,4 @@
-"""Which ranks hold the same bytes of which parameters, where an optimizer steps DTensors.
+"""The ranks that hold the same bytes of a parameter, if an optimizer steps DTensors.
 
 Two ranks share a part of a parameter when they stand at the same coordinates of all dimensions of its mesh along which
 it is not replicated. Parameters whose coordinates are alike are one class: its digest in the row covers all of them,
@@ -50,14 +50,14 @@ class Sharding:
     text: str
 
     def readable(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return, of the parameters or of one tensor of each, what is read: a shared part in the place of a DTensor."""
+        """Return the parameters (or one tensor of each) in readable form: a DTensor's shared part in its place."""
         return [
             tensor if slot is None else internals.held_here(tensor)
             for slot, tensor in zip(self.slots, tensors, strict=True)
         ]
 
     def readable_gradients(self, parameters: Sequence[Any]) -> list[Any]:
-        """Return what is read of each parameter's gradient; one that lies otherwise than it is the rank's own."""
+        """Return each parameter's gradient in readable form; one with a placement of its own is the rank's alone."""
         found: list[Any] = []
         for slot, parameter in zip(self.slots, parameters, strict=True):
             grad = parameter.grad
@@ -77,7 +77,7 @@ class Sharding:
         ]
 
     def norms(self, of: Mapping[int, float], present: Iterable[int]) -> dict[str, float]:
-        """Return the columns of the row of gradients' norms, by position; none where not all can be told.
+        """Return the row's columns of gradient norms, by position; empty if a norm is unknown.
 
         Args:
             present: positions that have a gradient.
@@ -88,7 +88,7 @@ class Sharding:
         return {"part_norm": math.hypot(*of.values()), "share_norm": math.hypot(*shares)}
 
     def columns(self, kind: str, digests: Sequence[tuple[int, int]]) -> dict[str, int]:
-        """Return the columns of the row of some digests, each with the position of its parameter."""
+        """Return the row's columns of digests, given with the positions of their parameters."""
         of: dict[int, list[int]] = {}
         for position, digest in digests:
             if (slot := self.slots[position]) is not None:
@@ -98,7 +98,7 @@ class Sharding:
 
 
 def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[bool], world: int) -> Sharding | None:
-    """Return the classes of an optimizer's parameters; None where it has no DTensors of its own.
+    """Return the classes of an optimizer's parameters; None if it has no DTensors of its own.
 
     Args:
         owned: which of them a DDP has, and are compared as its.

@@ -35,7 +35,7 @@ _ALIKE = 0.02
 
 @dataclass(slots=True)
 class GradientDigests(Part, key="probe:step-gradients"):
-    """Gradients as the optimizer finds them, and their checksums before and after the reduction: all or none."""
+    """Digests of the gradients at the optimizer step, and checksums before and after the reduction: all or none."""
 
     names: Sequence[str] = ()  # of the optimizer's parameters
     digests: device.Later | None = None
@@ -53,11 +53,11 @@ class GradientDigests(Part, key="probe:step-gradients"):
     clipped_all: bool = False  # clipping was given just these
 
     def table(self) -> dict[str, int]:
-        """Return name -> digest."""
+        """Return the gradients' digests by parameter name."""
         return {} if self.digests is None else dict(zip(self.names, self.digests(), strict=True))
 
     def norms(self) -> dict[str, float]:
-        """Return the norms of the gradients as the optimizer used them, by parameter name, as far as they were read."""
+        """Return the norms of the gradients at the optimizer step, by parameter name, as far as they were read."""
         _, _, _, reduced = self.checksums()
         return {**reduced, **dict(zip((self.names[i] for i in self.touched), self.touched_norms(), strict=True))}
 
@@ -135,7 +135,7 @@ class GradientDigests(Part, key="probe:step-gradients"):
         return 1 / own if alike else 1.0
 
     def let_go(self) -> None:
-        """Keep numbers."""
+        """Keep numbers instead of tensors."""
         local, reduced, touched = self.local(), self.reduced(), self.touched_norms()
         self.local, self.reduced, self.touched_norms = lambda: local, lambda: reduced, lambda: touched
         alone = self.alone_norms()
@@ -144,7 +144,7 @@ class GradientDigests(Part, key="probe:step-gradients"):
 
 @dataclass(slots=True)
 class ParameterDigests(Part, key="probe:parameters"):
-    """Parameters just before the step and just after it, in the order of the record's names."""
+    """Digests of the parameters just before and just after the step, in the order of the record's names."""
 
     before: device.Later | None = None
     after: device.Later | None = None
@@ -154,7 +154,7 @@ class ParameterDigests(Part, key="probe:parameters"):
     holds: Callable[[], bool] | None = None  # of a last state: nothing has rewritten it since the step; may wait
 
     def changed_outside(self) -> bool:
-        """Return whether the parameters are not those that this rank's previous step has left."""
+        """Return whether the parameters have changed since this rank's previous step."""
         if self.previous is None or self.glances is None:
             return False
         return list(self.previous) != self.glances()
@@ -178,14 +178,14 @@ class ParameterDigests(Part, key="probe:parameters"):
         return fields
 
     def let_go(self) -> None:
-        """Keep numbers."""
+        """Keep numbers instead of tensors."""
         norms = self.norms()
         self.norms = lambda: norms
 
 
 @dataclass(slots=True)
 class StateDigests(Part, key="probe:state"):
-    """The optimizer's state after the step, or this step's share of it."""
+    """Digests of the optimizer's state after the step, or of this step's share of it."""
 
     keys: Sequence[tuple[str, str]] = ()  # (parameter, key) of the tensors
     tensors: device.Later | None = None
@@ -193,7 +193,7 @@ class StateDigests(Part, key="probe:state"):
     holds: Callable[[], bool] | None = None  # as that of the parameters
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
-        """Return one digest of all."""
+        """Return one digest of the whole state."""
         if self.holds is not None and not self.holds():
             self.tensors = None
         if not record.checked or self.tensors is None:
@@ -211,18 +211,18 @@ class StateDigests(Part, key="probe:state"):
 
 @dataclass(slots=True)
 class FrozenDigests(Part, key="probe:frozen"):
-    """DDP parameters that no optimizer steps."""
+    """Digests of DDP parameters that no optimizer steps."""
 
     names: Sequence[str] = ()
     digests: device.Later = list
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
-        """Return one digest of all."""
+        """Return one digest of all of these parameters."""
         return {"frozen_params_digest": combined(self.digests())} if record.checked else {}
 
 
 class StepDigests:
-    """Takes them, each kind under a part of its own.
+    """The probe that takes these digests, each kind under a part of its own.
 
     Args:
         want_norms: a comparison with a tolerance needs numbers, not digests.
@@ -245,7 +245,7 @@ class StepDigests:
             bus.on("probe:parameters", StateRead, self._norms)
 
     def cut(self) -> None:
-        """Forget a closure that has raised."""
+        """Discard the notes of a closure that has raised."""
         self._closure = None
 
     def _parameters_before(self, event: StepOpened) -> None:

@@ -1,4 +1,4 @@
-"""The state of the step that the training thread is in: all that the probes of one step share.
+"""The state of the training thread's present step, which all probes share.
 
 Made once for a process and given to each probe by its constructor. What was noted since the previous row is `since`;
 it goes with the step's record, and a new one begins.
@@ -21,7 +21,7 @@ from ddpdebug.schema.announcements import CutBackward
 
 
 class Clock:
-    """A clock that stands still while the thread that trains is in a collective: what it measures is a rank's own."""
+    """A clock that stops while the training thread is in a collective, so that it measures a rank's own time."""
 
     __slots__ = ("_depth", "_left", "_thread", "_told", "away")
 
@@ -32,15 +32,15 @@ class Clock:
         self._told: Callable[[bool], None] | None = None  # as it stops, and as it goes on
 
     def tell(self, look: Callable[[bool], None] | None) -> None:
-        """Call somebody as it stops, with True, and as it goes on, with False; or nobody any longer."""
+        """Set a function that is called with True as the clock stops and with False as it goes on; None removes it."""
         self._told = look
 
     def now(self) -> float:
-        """Return the seconds of `time.perf_counter`, those in collectives left out, also in the one that it is in."""
+        """Return the seconds of `time.perf_counter` without those in collectives."""
         return (self._left if self._depth else time.perf_counter()) - self.away
 
     def stop(self) -> None:
-        """Stand still: a collective begins in this thread."""
+        """Stop the clock: a collective begins in this thread."""
         if self._depth and self._thread == threading.get_ident():
             self._depth += 1
         else:
@@ -49,7 +49,7 @@ class Clock:
                 self._told(True)
 
     def go_on(self) -> None:
-        """Go on, where the outermost collective of the thread has ended."""
+        """Let the clock go on, if the outermost collective of the thread has ended."""
         if self._depth and self._thread == threading.get_ident():
             self._depth -= 1
             if not self._depth:
@@ -58,12 +58,12 @@ class Clock:
                     self._told(False)
 
     def reset(self) -> None:
-        """Be outside of any collective: the end of one may not have been seen."""
+        """Let the clock go on regardless of open collectives: the end of one may not have been seen."""
         self._depth = 0
 
 
 class StepState:
-    """The step in progress and what takes part in it.
+    """The step in progress, with its models and optimizers.
 
     Args:
         world: number of ranks.
@@ -87,7 +87,7 @@ class StepState:
         self._unwrapped: list[weakref.ref[torch.nn.Module]] = []
 
     def next_step(self) -> int:
-        """Return the number of the optimizer step that the rank is heading for."""
+        """Return the number of this rank's coming optimizer step."""
         step = 0
         for watch in self.watches:  # for each collective: a generator takes three times as long
             if watch.step > step:  # noqa: PLR1730 - so does `max`
@@ -99,7 +99,7 @@ class StepState:
         return list({watch.index: watch for watch in self.watches}.values())
 
     def wrapper_of(self, ddp: DistributedDataParallel) -> Wrapper | None:
-        """Return the watch of a DDP, if there is one."""
+        """Return the `Wrapper` of a DDP; None if it has none."""
         return next(iter([w for w in self.wrappers if w.ref() is ddp]), None)
 
     def watch_of(self, index: int) -> OptimizerWatch:
@@ -111,7 +111,7 @@ class StepState:
         return any([watch.given_up and optimizer in watch.optimizers() for watch in tuple(self.watches)])
 
     def follow(self, module: torch.nn.Module) -> None:
-        """Take a model that trains without a DDP."""
+        """Add a model that trains without a DDP."""
         self._unwrapped = [ref for ref in self._unwrapped if ref() is not None]
         self._unwrapped.append(weakref.ref(module))
 

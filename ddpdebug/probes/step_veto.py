@@ -1,4 +1,4 @@
-"""What the training thread does for the numeric guard: votes before each step, and keeps the optimizer from a bad one.
+"""The training thread's part of the numeric guard: votes before each step, and keeps the optimizer from a bad one.
 
 A step is skipped by taking the gradients away: torch's optimizers then change neither parameters nor state. They stay
 away, as after `zero_grad()`. Schedulers and the code around it see an ordinary step.
@@ -24,7 +24,7 @@ _UNGUARDED = "an optimizer that computes its own gradients (closure) or steps in
 
 
 class StepVeto:
-    """The vote on each step at work on one rank.
+    """The vote of one rank on each step.
 
     Args:
         guard: whose time the wait for other ranks is taken off.
@@ -37,7 +37,7 @@ class StepVeto:
         self._told = False
 
     def keeps_from(self, optimizer: torch.optim.Optimizer, watch: OptimizerWatch, record: StepRecord) -> bool:
-        """Skip the step if it is bad on any rank; return True when the run has to end instead."""
+        """Skip the step if it is bad on any rank; return True if the run has to end instead."""
         shared = bool(record.flags & Flag.GRADS_NONFINITE)
         own = bool(record.flags & (_BAD | Flag.LOSS_NONFINITE))
         own = own or (watch.on_cpu and record.since.parts[Looks].loss is not None)  # of a device any loss is noted
@@ -64,18 +64,18 @@ class StepVeto:
         return False
 
     def error(self) -> FindingError | None:
-        """Return what ends the run, once the step's record has been handed over."""
+        """Return the error that ends the run, after the step's record was handed over; None if it goes on."""
         if self._ending is None:
             return None
         ending, self._ending = self._ending, None
         return self._vote.error(*ending)
 
     def abstain(self, watch: OptimizerWatch) -> None:
-        """Announce that the gradient scaler skips this step here."""
+        """Announce that the gradient scaler skips this step on this rank."""
         self._vote.abstain(watch.index, watch.step)
 
     def tell_unguarded(self) -> None:
-        """Say once that there is a step that the guard does not cover."""
+        """Report once that the guard does not cover a step."""
         if not self._told:
             self._told = True
             self._guard.tell("guard", _UNGUARDED)

@@ -1,4 +1,4 @@
-"""Which thread of the process is followed: one that trains; a step of another one is another story.
+"""The thread that is followed: one that trains. Steps of other threads are left alone.
 
 What belongs to a step (its batch, its gradients, the lines that ran) is told apart by nothing but the order of events,
 so the events of two threads would be mixed up, and gradients would be read while another thread writes them. The first
@@ -22,7 +22,7 @@ _PATIENCE = 1.0
 
 
 def always_alone() -> AbstractContextManager[bool]:
-    """Stand in for `Threads.alone` where there is one thread."""
+    """Return a context that replaces `Threads.alone` if there is only one thread."""
     return nullcontext(True)
 
 
@@ -46,12 +46,12 @@ class Threads:
         return self.ident is None or self.ident == threading.get_ident()
 
     def watched(self) -> int:
-        """Return the identity of the thread whose place is that of the rank: the followed one, else the main one."""
+        """Return the identity of the thread whose place represents the rank: the followed one, else the main one."""
         main = threading.main_thread().ident or 0
         return self.ident if self.ident is not None and self._lives() else main
 
     def begins(self, model: int | None = None) -> bool:
-        """Return whether the thread that trains here is the followed one; there has to be one from now on.
+        """Return whether the thread that trains now is the followed one; the first to train becomes it.
 
         Args:
             model: the number of the DDP that runs, None where it is not known.
@@ -79,15 +79,15 @@ class Threads:
         return False
 
     def alone(self) -> AbstractContextManager[bool]:
-        """Return whether only this thread trains; no other begins to before the block ends."""
+        """Return a context: whether only this thread trains; no other begins to before the block ends."""
         return _Alone(self, self._changing)
 
     def may_build(self) -> bool:
-        """Return whether a model that is built here gets the same number on every rank."""
+        """Return whether a model built in this thread gets the same number on every rank."""
         return not self.compared or all([t is threading.main_thread() for t in self._others()])
 
     def is_autograd(self) -> bool:
-        """Return whether this is a thread of torch's own, which works for the one that called backward."""
+        """Return whether this is one of torch's own threads, which works for the caller of backward."""
         ident = threading.get_ident()
         known = next(iter([thread for thread in threading.enumerate() if thread.ident == ident]), None)
         return known is None or type(known).__name__ == "_DummyThread"

@@ -1,4 +1,4 @@
-"""Events of a training loop: what happens, where in the loop, and which probes hear of it in which order.
+"""Events of a training loop: each one's place in the loop, and the order of the probes that get it.
 
     for batch in loader:                         EpochBegan, WorkersBegan, BatchAwaited, IndicesDrawn, BatchDelivered,
                                                  EpochEnded, Paused
@@ -65,7 +65,7 @@ from ddpdebug.probes.record import StepRecord
 
 
 class Tensors:
-    """The tensors in nested values, in order; walked when somebody asks for them first, and once."""
+    """The tensors in nested values, in order; searched once, on first use."""
 
     __slots__ = ("_found", "_value")
 
@@ -81,7 +81,7 @@ class Tensors:
 
 
 class Event:
-    """Something that has happened in the training thread.
+    """An event in the training thread.
 
     `order` names the parts that hear of it from the first to the last; others come after these, in the order in which
     they have subscribed.
@@ -111,14 +111,14 @@ class Bus:
         self._guard.needs(part, part_of(kind))
 
     def emit(self, event: Event, only: frozenset[str] | None = None) -> None:
-        """Let all subscribers look at an event, or only some of the parts."""
+        """Pass an event to all subscribers, or only to some parts."""
         for part, look in self._looks.get(type(event), ()):
             if only is None or part in only:
                 self._run(part, look, event)
 
 
 def part_of(kind: type[Event]) -> str:
-    """Return the part under which events of a kind are made."""
+    """Return the part under which events of a kind are emitted."""
     return f"event:{kind.__name__}"
 
 
@@ -230,7 +230,7 @@ class ModuleForwardFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationForwardBegan(Event):
-    """A model that a DDP wraps is called around the wrapper, without gradients and in eval mode."""
+    """A model that a DDP wraps is called directly, without gradients and in eval mode."""
 
     module: torch.nn.Module
     tensors: Tensors
@@ -238,7 +238,7 @@ class EvaluationForwardBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationForwardEnded(Event):
-    """It returns."""
+    """A model that a DDP wraps returns from such a direct call."""
 
     module: torch.nn.Module
     outputs: Tensors
@@ -273,7 +273,7 @@ class LossGiven(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossExamined(Event):
-    """The graph of a loss is about to go: who knows the operation that spoiled it, or will, notes it in `looks`.
+    """The graph of a loss is about to be freed: whoever knows the operation that spoiled it notes it in `looks`.
 
     Args:
         finite: it is, and only its gradient may be spoiled.
@@ -286,14 +286,14 @@ class LossExamined(Event):
 
 @dataclass(frozen=True, slots=True)
 class BackwardEnded(Event):
-    """A backward returns: gradients have come, and are reduced where DDP reduces them."""
+    """A backward returns: gradients have arrived, and are reduced if DDP reduces them."""
 
     order = ("probe:device-times", "probe:backward", "probe:parameters", "probe:recipe", "probe:by-hand")
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardFailed(Event):
-    """A backward has raised: which gradients have come nobody knows."""
+    """A backward has raised: it is unknown which gradients have arrived."""
 
     order = ("probe:memory", "probe:backward")
     error: BaseException
@@ -301,12 +301,12 @@ class BackwardFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class NeverStepped(Event):
-    """Backward runs again and again, and no optimizer has stepped."""
+    """Backward has run many times without any optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTrained(Event):
-    """An optimizer begins to train a copy of the model, of so many parameters, which is left alone."""
+    """An optimizer begins to train a copy of the model, with so many `parameters`; its steps are not checked."""
 
     parameters: int
 
@@ -361,7 +361,7 @@ class ScalerSteps(Event):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveBegan(Event):
-    """A function of `torch.distributed` by which ranks communicate is about to."""
+    """A communicating function of `torch.distributed` is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +387,7 @@ class StepBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class ParametersUnwrapped(Event):
-    """An optimizer steps parameters none of which a DDP has."""
+    """An optimizer steps parameters none of which belong to a DDP."""
 
     params: Sequence[torch.Tensor]
 
@@ -403,7 +403,7 @@ class StepOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class GradientsFinal(Event):
-    """The gradients are those that the optimizer uses. With a closure this comes after the step."""
+    """The gradients are final: those that the optimizer uses. With a closure this comes after the step."""
 
     order = ("probe:step-gradients", "probe:numerics")
     watch: OptimizerWatch
@@ -439,7 +439,7 @@ class StepSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepClosing(Event):
-    """A step is over: each probe puts what it has seen into the record."""
+    """A step is over: each probe adds its notes to the record."""
 
     order = (
         "probe:parameters",
@@ -495,7 +495,7 @@ class OptimizerEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepPassed(Event):
-    """An optimizer has taken a step that was not watched, with this number, after so many backwards."""
+    """An optimizer has taken an unwatched step with this number, after so many `backwards`."""
 
     optimizer: torch.optim.Optimizer
     watch: OptimizerWatch
@@ -505,7 +505,7 @@ class StepPassed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Event):
-    """After steps that were not watched, the one that runs is from here on: what was noted of earlier ones is old.
+    """The running step is watched after unwatched ones: earlier notes are outdated.
 
     Args:
         optimizer: that has stepped last.
@@ -534,7 +534,7 @@ class SubsetMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkersBegan(Event):
-    """`iter(loader)` has returned an iterator, which has the workers."""
+    """`iter(loader)` has returned an iterator, which owns the workers."""
 
     iterator: Any
 
@@ -590,7 +590,7 @@ class Loaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerBuilt(Event):
-    """A scheduler whose constructor does not step it has been made."""
+    """A scheduler whose constructor does not call its `step` has been made."""
 
     scheduler: Any
 
@@ -640,7 +640,7 @@ class HookRegistered(Event):
 
 @dataclass(frozen=True, slots=True)
 class Averaged(Event):
-    """A model averager has run: replicas differ on purpose in between."""
+    """A model averager has run: replicas differ on purpose between averages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Steps that are not watched: they are counted, and run as without ddpdebug but for a few tests of a flag.
+"""Steps that are not watched: they are counted, and run as without ddpdebug except for a few tests of a flag.
 
 A job of short steps pays for what is looked at by the step, not by the second, so that only some of its steps are
 watched (`monitor/sampling.py`, the same on every rank). Between them the looks at what each step calls are left out
@@ -48,7 +48,7 @@ _NUMBERS = frozenset({"probe:scene", "probe:numerics-forward"})
 
 
 class UnwatchedSteps:
-    """Lets steps pass, and has others watched.
+    """Lets steps pass unwatched, and switches to watched ones when they are due.
 
     Args:
         watched: tells for (optimizer, step) whether the step has a row.
@@ -115,7 +115,7 @@ class UnwatchedSteps:
         return True
 
     def wake(self) -> None:
-        """Have the step that runs watched from here on."""
+        """Begin to watch the running step."""
         if not self._entries.unwatched:
             return
         if self._stepping:  # a closure: the step ends as it began
@@ -135,22 +135,22 @@ class UnwatchedSteps:
     # --- what is called in each step; each returns whether the step is watched from here on ---------------------------
 
     def leave(self, *_: Any, **__: Any) -> bool:
-        """A call that says nothing by itself."""
+        """Handle a call that means nothing by itself: the step stays unwatched."""
         return False
 
     @property
     def only(self) -> frozenset[str] | None:
-        """Who looks at forwards now; None is everybody."""
+        """Return the parts that observe forwards now; None for all."""
         return _NUMBERS if self._entries.unwatched else None
 
     def ddp_forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
-        """A DDP is called."""
+        """Handle a call of a DDP; return whether the step is watched from now on."""
         if torch.is_grad_enabled():
             self._collectives.forward(ddp)
         return self.forward()
 
     def forward(self, *_: Any, **__: Any) -> bool:
-        """A model is called."""
+        """Handle a call of a model; return whether the step is watched from now on."""
         if not torch.is_grad_enabled():
             return self._views_model()
         self._partly = True
@@ -165,11 +165,11 @@ class UnwatchedSteps:
         return not self._entries.unwatched
 
     def prepared(self, *_: Any, **__: Any) -> bool:
-        """A DDP prepares its forward."""
+        """Handle a DDP's preparation of its forward; return whether the step is watched from now on."""
         return self._follows
 
     def backward(self, tensors: Any = None, *_: Any, **__: Any) -> bool:
-        """`backward` is called."""
+        """Handle a call of `backward`; return whether the step is watched from now on."""
         self._partly = True
         self._backwards += 1
         self._collectives.backward()
@@ -185,7 +185,7 @@ class UnwatchedSteps:
         return True
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer is about to step."""
+        """Handle the start of an optimizer step; return whether it is watched."""
         if self._stepping and (id(optimizer) in self._stepping or not _is_nested()):
             self._stepping.clear()  # the last step has raised
         if not self._stepping and self._recorder.known(optimizer) is None:
@@ -197,7 +197,7 @@ class UnwatchedSteps:
         return False
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer has stepped."""
+        """Handle the end of an optimizer step that was not watched."""
         if id(optimizer) not in self._stepping:
             return False
         while self._stepping and self._stepping.pop() != id(optimizer):

@@ -1,4 +1,4 @@
-"""Reading values that pass by: losses, bytes and fingerprints of tensors, random state, precision."""
+"""Readers of values: losses, bytes and fingerprints of tensors, random state, precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpdebug.schema.announcements import Precision
 
 
 def loss_reader(loss: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], float]:
-    """Return a function that gives the loss, unscaled; on the CPU it is read now, before anybody changes it.
+    """Return a function that gives the unscaled loss; on the CPU the loss is read now, before it may change.
 
     Under a scale that has fallen to 0 it is 0 or NaN, which tells whether the loss is finite, and nothing else.
     """
@@ -41,7 +41,7 @@ def rng_digest() -> int:
 
 
 def precision(module: torch.nn.Module) -> Precision:
-    """Say in which precision a forward of this module would run now."""
+    """Return the precision in which a forward of this module would run now."""
     kind = next(iter([p.device.type for p in internals.parameters(module)]), "cpu")
     enabled = torch.is_autocast_enabled(kind)
     return Precision(

@@ -1,1 +1,1 @@
-"""The processes that a command starts or runs in: the script, torchrun, its supervisor, stacks of a hang."""
+"""Processes that a command starts or becomes: the script, torchrun, its supervisor; and stacks of a hang."""

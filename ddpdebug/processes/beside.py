@@ -1,4 +1,4 @@
-"""A process of ours beside this one, and what both sides say to each other: messages of any length. Torch-free.
+"""A process of ddpdebug beside this one, and the connections to it: messages of any length. Torch-free.
 
 Nothing here holds up the job: what cannot be sent now goes with what follows. A script may close what it has not
 opened, and fork: the connection is used by the process that has it, and as long as its number leads to it.
@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<I")
 
 
 class GoneError(Exception):
-    """The other side does not answer any more."""
+    """The other process does not answer any more."""
 
 
 class Channel:
@@ -36,7 +36,7 @@ class Channel:
         self._socket.setblocking(False)
 
     def send(self, message: bytes) -> None:
-        """Send a message, the part that does not go now with the next call.
+        """Send a message; any part that does not fit now goes with the next call.
 
         Raises:
             GoneError: the other side has gone.
@@ -45,7 +45,7 @@ class Channel:
         self._push()
 
     def receive(self, seconds: float | None = 0.0, process: int = -1) -> bytes | None:
-        """Return the next message, waiting so long for it; None where it has not come.
+        """Return the next message, after waiting at most `seconds`; None if none has come.
 
         Args:
             process: descriptor of the process on the other side, whose children may have the connection open.
@@ -72,11 +72,11 @@ class Channel:
 
     @property
     def behind(self) -> int:
-        """The bytes that the other side has not taken yet."""
+        """The number of bytes that are not sent yet."""
         return len(self._out)
 
     def flush(self, seconds: float) -> None:
-        """Wait so long for what is still to be sent."""
+        """Wait at most `seconds` until everything is sent."""
         until = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
@@ -85,7 +85,7 @@ class Channel:
             self._push()
 
     def close(self) -> None:
-        """Let the other side go."""
+        """Close the connection."""
         if self._socket.fileno() < 0 or os.getpid() != self._owner:
             return
         self.gone = True
@@ -142,7 +142,7 @@ class Channel:
 
 
 class Beside:
-    """A process beside this one, which calls `main` of a module with its ends of the connections and our process.
+    """A process beside this one: calls `main` of a module with its ends of the connections and our descriptor.
 
     Args:
         words: what it is told besides.
@@ -174,7 +174,7 @@ class Beside:
         self.channels = [Channel(end) for end in mine]
 
     def close(self) -> None:
-        """Let it go."""
+        """Close the connections."""
         for channel in self.channels:
             channel.close()
 
@@ -183,7 +183,7 @@ class Beside:
 
 
 def open_door(name: str) -> socket.socket | None:
-    """Return a socket at which processes of this machine connect by a name; None where another one has that."""
+    """Return a listening socket under a name of this machine; None if another process has the name."""
     door = socket.socket(socket.AF_UNIX)
     try:
         door.bind(_address(name))
@@ -195,7 +195,7 @@ def open_door(name: str) -> socket.socket | None:
 
 
 def knock(name: str, seconds: float) -> Channel:
-    """Return a connection by a name, waiting so long until there is a process; raise OSError where there is none."""
+    """Return a connection to a named socket, after waiting at most `seconds` for it; raise OSError if there is none."""
     until = time.monotonic() + seconds
     while True:
         end = socket.socket(socket.AF_UNIX)

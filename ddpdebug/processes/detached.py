@@ -1,4 +1,4 @@
-"""Starts a process of ours beside a rank that outlives it: nobody's child, in a session of its own. Torch-free.
+"""Starts a process of ddpdebug that outlives a rank: no child of it, in a session of its own. Torch-free.
 
 It has none of the job's streams, folders or variables, and nobody in the job can wait for it or hear of its end: what
 starts it is a copy of the process that sends no signal and is gone at once. See docs/decisions/029 and 051.

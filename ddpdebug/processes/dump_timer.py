@@ -1,4 +1,4 @@
-"""The timer of `faulthandler`, of which a process has one: set for us only where nobody else uses it. Torch-free.
+"""The timer of `faulthandler`, which a process has once: used only if nobody else uses it. Torch-free.
 
 It writes the stacks of all threads at a moment that is set in advance, from a thread of its own that needs no
 interpreter's lock. Whoever sets it cancels what was set before, so two rules keep the script's own use whole:
@@ -39,7 +39,7 @@ class _Handle:
 
 
 class DumpTimer:
-    """The timer of this process; may be used from any thread."""
+    """The timer of this process; usable from any thread."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -51,7 +51,7 @@ class DumpTimer:
         self._handle: Callable[[], _Handle | None] = lambda: None
 
     def set(self, moment: float, file: IO[Any]) -> bool:
-        """Have the stacks written to a file at a moment; return whether they will be."""
+        """Schedule the stacks to be written to a file at a moment; return whether that was possible."""
         _rest_around_forks()
         with self._changing:
             if self._pid != os.getpid():
@@ -86,7 +86,7 @@ class DumpTimer:
     # --- forks --------------------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Take the timer's thread away before a fork.
+        """End the timer's thread before a fork.
 
         A child does not have the thread, and would wait for it without end: as it ends, or where it sets its own.
         """
@@ -95,7 +95,7 @@ class DumpTimer:
             faulthandler.cancel_dump_traceback_later()
 
     def go_on(self) -> None:
-        """Set the timer again in the parent; what has been written is not written again."""
+        """Set the timer again in the parent after a fork; stacks already written are not written again."""
         try:
             if self._pid == os.getpid() and self._is_set and self._wanted is not None:
                 if self._wanted[0] > time.monotonic():
@@ -108,7 +108,7 @@ class DumpTimer:
                 self._changing.release()
 
     def in_child(self) -> None:
-        """Have the child begin anew: nothing of this is its own."""
+        """Reset the timer in a forked child, to which nothing of it belongs."""
         self._changing, self._held = threading.Lock(), False
         self._begin()
 

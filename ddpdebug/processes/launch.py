@@ -1,4 +1,4 @@
-"""Command lines and environment of the ranks that ddpdebug starts, from a checked command line of its own."""
+"""Command lines and environment of the ranks that ddpdebug starts, from its own checked command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rank_words(request: Request, *, out: Path | None = None, as_check: bool = Fa
 
 
 def torchrun_words(ranks: int, words: Sequence[str], statuses: Path | None = None) -> list[str]:
-    """Return the command that starts `ranks` times `python -m ddpdebug <words>` through torch's launcher.
+    """Return the command that starts `python -m ddpdebug <words>` as `ranks` ranks through torch's launcher.
 
     Args:
         statuses: the file for the exit statuses of the ranks.
@@ -49,5 +49,5 @@ def torchrun_words(ranks: int, words: Sequence[str], statuses: Path | None = Non
 
 
 def ranks_environment(run_id: str | None = None) -> dict[str, str]:
-    """Return the environment for new ranks: ours, with one identity for all of them."""
+    """Return the environment for new ranks: that of this process, with one run id for all of them."""
     return {**os.environ, RUN_ID: run_id or secrets.token_hex(3)}

@@ -1,4 +1,4 @@
-"""Calls a function as the interpreter calls a script: no frame lies below it, and none of ours is seen around it.
+"""Calls a function as the interpreter calls a script: no frame lies below it, and no frame of ddpdebug is visible.
 
 Loads next to nothing. See docs/decisions/061.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def unseen(function: _F) -> _F:
-    """Let the frames of a function be passed over by all that walks the stack, and left out of tracebacks.
+    """Hide the frames of a function from stack walks and tracebacks.
 
     A frame counts as one that is still being set up until it has come to the instruction RESUME: here it never does.
     """
@@ -33,7 +33,7 @@ def unseen(function: _F) -> _F:
 
 @unseen
 def untraced(call: Callable[..., object], *args: object) -> object:
-    """Return `call(*args)`, unseen by a debugger or profiler that goes on behind the script's last line."""
+    """Return `call(*args)`, hidden from a debugger or profiler that goes on after the script's last line."""
     trace, profile = sys.gettrace(), sys.getprofile()
     sys.settrace(None)
     sys.setprofile(None)
@@ -45,7 +45,7 @@ def untraced(call: Callable[..., object], *args: object) -> object:
 
 
 def call_outermost(function: Callable[..., object], *args: object) -> None:
-    """Call a function and end the process as if it were the script: by what it raises, else with status 0.
+    """Call a function as if it were the script, and end the process: by its exception, else with status 0.
 
     Only the interpreter may be below our own frames, and the caller's must let all exceptions pass. Where a profiler,
     say, is below them, the function is called in its place: this returns, and raises what it raises.

@@ -1,4 +1,4 @@
-"""The pusher: a small process beside rank 0 that sends a hub what is new in the run directory. Torch-free.
+"""The pusher: a small process beside rank 0 that sends new parts of the run directory to a hub. Torch-free.
 
 The job itself opens no connection, resolves no name and compresses nothing: it starts this process, tells it where the
 run is, and later that it has ended. So a hub that is slow, dead or hostile reaches nothing of the job; and the process
@@ -49,7 +49,7 @@ _MAX_ANSWER = 8 << 20
 
 
 class Pusher:
-    """The rank's end of its pusher. Nothing here waits, but for the start of the process.
+    """The rank's end of the pusher. Only its start waits.
 
     Raises:
         OSError: there can be no such process here.
@@ -64,14 +64,14 @@ class Pusher:
             self._channel.send(json.dumps(facts).encode())
 
     def hear(self, seconds: float = 0.0) -> dict[str, Any]:
-        """Return what the process has said, waiting so long for it; empty where that is nothing."""
+        """Return the newest message of the process, after waiting at most `seconds`; empty if there is none."""
         with suppress(GoneError):
             said = json.loads(self._channel.receive(seconds) or b"{}")
             return said if isinstance(said, dict) else {}
         return {}
 
     def close(self) -> None:
-        """Let go of the process; one that was told of no run ends."""
+        """Close the connection; a process without a run then ends."""
         self._channel.close()
 
 
@@ -79,7 +79,7 @@ class Pusher:
 
 
 class RefusedError(Exception):
-    """A hub has answered, and does not take what was sent.
+    """A hub has answered, and refused what was sent.
 
     Args:
         for_good: it will not take anything of this run.
@@ -91,14 +91,14 @@ class RefusedError(Exception):
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nothing: the token is for the hub that was named."""
+    """Follows no redirects: the token is for the named hub only."""
 
     def redirect_request(self, *_: Any) -> None:
         """Refuse redirects: another host would get the token."""
 
 
 class Post:
-    """A way to a hub for one run.
+    """The HTTP client that posts one run to a hub.
 
     Args:
         token: gives the token of now; empty where none is needed.
@@ -110,7 +110,7 @@ class Post:
         self._opener = urllib.request.build_opener(NoRedirect)
 
     def send(self, pieces: Sequence[Piece], all_files: bool = False) -> dict[str, Held]:  # noqa: FBT001, FBT002 - as `Mirror.bring` calls it
-        """Post a batch; return what the hub has.
+        """Post a batch; return size and digest of the hub's files.
 
         Raises:
             RefusedError: the hub does not take it.
@@ -148,7 +148,7 @@ def read_token(environ: Mapping[str, str], file: str | Path | None) -> str:
 
 
 def main(words: tuple[int, int]) -> None:
-    """Push a run until it has ended and the hub has it; ends the process."""
+    """Push a run until it has ended and the hub has all of it; ends the process."""
     control, rank = words
     try:
         _Process(Channel(socket.socket(fileno=control)), rank).run()

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from typing import Any, Protocol
 
     class Attached(Protocol):
-        """The part of a monitor that is needed here."""
+        """The part of a monitor that is used here."""
 
         def close(self, reason: str, exit_code: int | None) -> None:
-            """End the monitor: may take a few seconds, may be called twice."""
+            """Close the monitor: may take a few seconds, may be called twice."""
 
 
 _Module = type(sys)
@@ -37,7 +37,7 @@ _WRAPPERS = __file__.replace(os.path.join("processes", "script.py"), os.path.joi
 
 
 class Target:
-    """What to run: `name` is a path, or with `module` the dotted name after `-m`."""
+    """The script or module to run: `name` is a path, or with `module` the dotted name after `-m`."""
 
     __slots__ = ("args", "module", "name")
 
@@ -50,7 +50,7 @@ class Target:
         return (*(("-m",) if self.module else ()), self.name, *self.args)
 
     def check(self) -> None:
-        """Raise TargetError where there is nothing to run, with the exit code that Python has then; imports nothing."""
+        """Raise TargetError, with Python's exit code, if there is no such script or module; imports nothing."""
         from ddpdebug.errors import TargetError  # noqa: PLC0415 - not in the process that becomes the script
 
         if self.module:
@@ -63,7 +63,7 @@ class Target:
             raise TargetError(f"{self.name!r} is a directory without __main__.py; give a script, or -m package", 1)
 
     def syntax_error(self) -> str | None:
-        """Return the SyntaxError that a script would raise, as Python prints it; None where nothing is known of one."""
+        """Return the SyntaxError that a script would raise, as Python prints it; None if none is known."""
         if self.module or not os.path.isfile(self.name) or _importer(self.name) is not None:  # noqa: PTH113
             return None
         path, source = _read(self.name)
@@ -83,7 +83,7 @@ class Target:
 
 @unseen
 def run_script(target: Target, before: Callable[[], Attached | None]) -> None:
-    """Run `target` to its end; return normally where it does, or was stopped, and raise what it raises.
+    """Run `target` to its end; return normally after its end or a stop, and raise its exception.
 
     Args:
         before: called when the script's surroundings are in place, before its first line; returns the monitor.
@@ -118,7 +118,7 @@ def run_script(target: Target, before: Callable[[], Attached | None]) -> None:
 
 
 def end_with(exit_code: Callable[[], int | None]) -> None:
-    """Set the exit status once the interpreter has torn itself down; to be called before the script runs.
+    """Register the exit status to be set at the end of the interpreter's shutdown; to be called before the script runs.
 
     What runs in C after that is left out: destructors of libraries, in which torch 2.13 may abort.
 

@@ -1,4 +1,4 @@
-"""Stacks of a hang: armed beforehand, written by faulthandler at the deadline, even from a call stuck in C. Torch-free.
+"""Stacks of a hang: armed in advance, written by faulthandler at the deadline, even during a call that hangs in C.
 
 Python's `faulthandler` writes the stacks from a thread of its own at a moment that is set in advance. It needs no
 signal, which the job may use itself, and not the interpreter's lock, which a hanging call may hold.
@@ -31,12 +31,12 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def deadline(timeout: float, folder: Path) -> str:
-    """Return the value of `DEADLINE` for ranks that start now."""
+    """Return the value of the environment variable `DEADLINE` for ranks that start now."""
     return f"{time.monotonic() + timeout} {folder}"
 
 
 def arm(environ: Mapping[str, str]) -> None:
-    """Arm this rank's stack dump for the deadline in the environment; without one do nothing."""
+    """Arm this rank's stack dump for the deadline in the environment; do nothing without one."""
     when, _, folder = environ.get(DEADLINE, "").partition(" ")
     try:
         moment = float(when)
@@ -47,7 +47,7 @@ def arm(environ: Mapping[str, str]) -> None:
 
 
 def arm_spawned(environ: Mapping[str, str], rank: int) -> None:
-    """Arm the stack dump of a rank that the script has started; without a deadline do nothing."""
+    """Arm the stack dump of a rank that the script has started; do nothing without a deadline."""
     when, _, folder = environ.get(DEADLINE, "").partition(" ")
     if folder:
         with suppress(OSError):
@@ -56,7 +56,7 @@ def arm_spawned(environ: Mapping[str, str], rank: int) -> None:
 
 
 def collect(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
-    """Return the stacks of the ranks that wrote them, after waiting a little for all that have begun."""
+    """Return the stacks that ranks have written, after waiting a little for those that have begun."""
     until = time.monotonic() + PATIENCE_SECONDS
     started = [rank for rank in ranks if (folder / str(rank)).is_file()]
     while time.monotonic() < until and not all((folder / str(rank)).stat().st_size for rank in started):
@@ -76,7 +76,7 @@ def frames_of(text: str, ident: int | None = None) -> list[tuple[str, int, str]]
 
 
 def place(text: str) -> str:
-    """Return where the main thread was, in words: the user's line, and what it waits in."""
+    """Return the place of the main thread in words: the user's line, and the function that waits."""
     frames = frames_of(text)
     if not frames:
         return ""
@@ -92,7 +92,7 @@ def place(text: str) -> str:
 
 
 def as_text(threads: Mapping[str, Sequence[str]], training: Sequence[str]) -> str:
-    """Return stacks ("file:line (function)", innermost first) as faulthandler writes them, the training thread last."""
+    """Return stacks ("file:line (function)", innermost first) in faulthandler's format, the training thread last."""
     own = next((name for name, stack in threads.items() if stack and stack[-1:] == training[-1:]), "MainThread")
     others = {name: stack for name, stack in threads.items() if name != own}
     blocks = []

@@ -1,4 +1,4 @@
-"""Runs a command against a hard deadline; at its end, and on SIGTERM, nothing of the command is left. Torch-free."""
+"""Runs a command with a hard deadline; at its end, and on SIGTERM, no process of the command is left. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def supervise(
     late: Callable[[], None] | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """Run `command` to its end and return its exit status, or None after ending it: `timeout` seconds, or `over`.
+    """Run `command` and return its exit status; None if it was ended, after `timeout` seconds or by `over`.
 
     When this process is interrupted or told to end, the command's processes end first.
 

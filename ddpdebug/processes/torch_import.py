@@ -1,4 +1,4 @@
-"""The moment at which the script has loaded torch. Loads nothing: what a script sets before that is set in time.
+"""Detection of the script's import of torch. Loads nothing, so that settings which the script makes before it count.
 
 An entry of `sys.meta_path` waits for the import of a module, whoever imports it, and is gone once that has happened.
 The loader that it finds is the module's own; only its `exec_module` is another one, once.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ImportWatch:
-    """Calls a function as soon as a module is loaded: at once where it is.
+    """Calls a function as soon as a module is loaded; at once if it is loaded already.
 
     Args:
         name: of a module that is in no package.
@@ -29,18 +29,18 @@ class ImportWatch:
         self._is_over = False
 
     def start(self) -> None:
-        """Begin to wait."""
+        """Start to wait for the import."""
         if self._name in sys.modules:
             self._arrive()
         else:
             self._insert()
 
     def stop(self) -> None:
-        """Wait no longer."""
+        """Stop waiting for the import."""
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        """Return what the finders behind this one find; None for all other modules."""
+        """Return the spec that the later finders return for the module; None for all other modules."""
         if name != self._name or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:

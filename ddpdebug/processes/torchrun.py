@@ -1,4 +1,4 @@
-"""torchrun for the ranks that ddpdebug starts: where it is told to end, it does so without a traceback of its own.
+"""torchrun for the ranks that ddpdebug starts: ends on request without a traceback of its own.
 
 `python -m ddpdebug.processes.torchrun [--statuses FILE] <torchrun's arguments>`.
 
@@ -17,7 +17,7 @@ STATUSES = "--statuses"
 
 
 def main(argv: list[str]) -> int:
-    """Run the launcher; write `{rank: exit status}` of the ranks that failed first to the file that `argv` names."""
+    """Run the launcher; write `{rank: exit status}` of the ranks that failed first to the file named in `argv`."""
     statuses = Path(argv[1]) if argv[:1] == [STATUSES] else None
     try:
         from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - takes seconds, in which

@@ -1,4 +1,4 @@
-"""Where the calls of the ranks part: their notes side by side. Torch-free, no clock, no file.
+"""The point at which the ranks' calls diverge: comparison of their notes. Torch-free, no clock, no file.
 
 A group's calls are compared by their numbers. What must agree (operation, shape, dtype, root) shows *that* they have
 parted, and often late: one call more pairs up with the next one of the same kind, and so on, until two meet that do not
@@ -29,7 +29,7 @@ _Table = dict[int, Noted]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Where ranks have parted.
+    """The point at which the ranks' calls diverge.
 
     Args:
         first: rank -> the first call in which they differ, by whatever.
@@ -43,7 +43,7 @@ class Apart:
 
 
 def parted(notes: Mapping[int, Iterable[Noted]]) -> Apart | None:
-    """Return where the ranks whose notes these are have parted; None where they have not, as far as is known."""
+    """Return the point at which the ranks' notes diverge; None if they do not, as far as known."""
     tables = {rank: _by_group(own) for rank, own in sorted(notes.items())}
     groups = sorted({group for table in tables.values() for group in table})
     found = [known for group in groups if (known := _in_group(tables, group)) is not None]
@@ -99,7 +99,7 @@ def _by_group(notes: Iterable[Noted]) -> dict[str, _Table]:
 
 
 def data_ended(notes: Sequence[Noted], operation: str) -> Noted | None:
-    """Return the note of an ended loader, if no collective came after it."""
+    """Return the note of an exhausted loader, if no collective came after it."""
     for noted in reversed(notes):
         if noted.call.operation == operation:
             return noted

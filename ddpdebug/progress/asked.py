@@ -1,4 +1,4 @@
-"""Asking the ranks of a run that goes on for their stacks: a file in the run directory, and one answer of each rank.
+"""Requests for the stacks of a running job's ranks: a file in the run directory, and an answer of each rank.
 
 The one who asks writes `stacks.request`; the watch of each rank looks for it every few seconds, wherever the rank
 runs, and writes `ranks/<rank>/stacks.json`. Only the user whose processes the ranks are is answered: the file must be
@@ -37,7 +37,7 @@ _MAX_THREADS, _MAX_FRAMES, _MAX_TEXT = 64, 40, 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Struct):
-    """What a rank has answered."""
+    """The answer of a rank."""
 
     request: str
     rank: int
@@ -53,7 +53,7 @@ class Asked:
         self._rank, self._disk, self._answered = rank, disk, ""
 
     def look(self, home: Path, own: RankProgress) -> None:
-        """Answer where somebody has asked; costs one failing `open` where nobody has.
+        """Answer a request if there is one; without one this costs a failing `open`.
 
         Raises:
             OSError: the answer cannot be written.
@@ -72,7 +72,7 @@ class Asked:
 
 
 def threads() -> dict[str, tuple[str, ...]]:
-    """Return where each thread of this process is, by its name and number, innermost first."""
+    """Return the stack of each thread of this process by name and number, innermost frame first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()} | background.names()
     found = {}
     for ident, frame in islice(sys._current_frames().items(), _MAX_THREADS):  # noqa: SLF001 - documented
@@ -90,7 +90,7 @@ def _frames(frame: FrameType | None) -> list[str]:
 
 
 class Asking:
-    """The other side: a context in which the request stands.
+    """The requesting side: a context in which the request is open.
 
     Raises:
         OSError: nothing can be written there.
@@ -109,7 +109,7 @@ class Asking:
             (self._directory / REQUEST).unlink()
 
     def answers(self, ranks: set[int], seconds: float) -> dict[int, Answer]:
-        """Return what the ranks answer, after waiting for all of them so many seconds at most."""
+        """Return the ranks' answers, after waiting at most `seconds` for all of them."""
         found: dict[int, Answer] = {}
         until = time.monotonic() + seconds
         while True:

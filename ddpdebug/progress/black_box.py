@@ -1,4 +1,4 @@
-"""The black box of a rank: a small file that survives the process, with its last look and its last calls.
+"""The black box of a rank: a small file that survives the process, with its last state and its last calls.
 
 What was written stays whatever ends the process: SIGKILL and SIGABRT as well; after a loss of power what the kernel had
 written out. Other processes of the host read it while it is written. Two parts:
@@ -67,7 +67,7 @@ _TRIES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A line of the ring: `number` counts from 1, `time` is of the monotonic clock of the host."""
+    """A line of the ring: `number` counts from 1, `time` is the host's monotonic clock."""
 
     number: int
     time: float
@@ -75,7 +75,7 @@ class Note:
 
 
 def make(file: Path, disk: Disk, kind: Callable[[Path], str] = kind_of) -> BlackBox:
-    """Return a new box for a file, or where files of this host lie.
+    """Return a new box in a file, or in a local folder of this host.
 
     Raises:
         OSError: there is no room, no such folder, or no place for it.
@@ -147,7 +147,7 @@ class BlackBox:
                 os.close(file)
 
     def beat(self, look: Mapping[str, Any] | None = None) -> None:
-        """Say that this process is alive, and what it sees, if that is anything new."""
+        """Write a sign of life, and the rank's state if it is new."""
         if self._closed or os.getpid() != self._pid:
             return
         if look is None:
@@ -164,7 +164,7 @@ class BlackBox:
         self._write(_LOOK_AT, head + text, struct.pack("<Q", self._counter))
 
     def mark(self, mark: int) -> None:
-        """Say that no beat may follow though the interpreter runs, or with 0 that one does.
+        """Mark that no beat may follow though the interpreter runs; 0 removes the mark.
 
         Around every record it is no more than a byte in memory: where there is none, nothing is said.
         """
@@ -174,7 +174,7 @@ class BlackBox:
         memory.bytes[_MARK_AT] = mark
 
     def note(self, text: str) -> None:
-        """Write a line into the ring: cut where it is longer than 230 bytes."""
+        """Write a line into the ring, cut after 230 bytes."""
         if self._closed or os.getpid() != self._pid:
             return
         number = next(self._numbers)
@@ -187,7 +187,7 @@ class BlackBox:
             _PLACE.pack_into(memory.bytes, at, number, time.monotonic(), len(data), data, number)
 
     def close(self) -> None:
-        """Give the memory back; the file stays, and comes to where it belongs."""
+        """Release the memory; the file stays, and is moved to its final place."""
         self._map = None
         closed, self._closed = self._closed, True
         if self._kept_in is not None and not closed and os.getpid() == self._pid:
@@ -217,7 +217,7 @@ class _Mapped:
 
 
 def keep(file: Path, disk: Disk) -> None:
-    """Copy a box that lies in a temporary folder of this host to where it belongs; nothing where it does already."""
+    """Copy a box from a temporary folder of this host to its final place; do nothing if it lies there already."""
     place = _elsewhere(file)
     data = None if place is None else _bytes_of(place)
     if place is None or data is None:
@@ -230,7 +230,7 @@ def keep(file: Path, disk: Disk) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a black box holds.
+    """The content of a black box.
 
     Args:
         pid: of the process that has written it, and `started` when that began.
@@ -250,13 +250,13 @@ class Recorded:
     mark: int = 0
 
     def kernel(self) -> kernel.Kernel | None:
-        """Return what the kernel shows of the process; None where there is none any more, or on another host."""
+        """Return the kernel's view of the process; None if it has ended or runs on another host."""
         known = kernel.process(self.pid) if self.here else None
         return known if known is not None and known.started == self.started else None
 
 
 def read(file: Path, *, notes: bool = True) -> Recorded | None:
-    """Return what a black box holds; None where there is none, or it is damaged."""
+    """Return the content of a black box; None if there is none or it is damaged."""
     file = _elsewhere(file) or file
     data = _bytes_of(file)
     if data is None:

@@ -1,4 +1,4 @@
-"""What the ranks of a run do, seen from outside: by their black boxes, and what the kernel shows of them. Torch-free.
+"""The state of a run's ranks from outside: by their black boxes and the kernel. Torch-free.
 
 For `stacks`, `top` and `report`, which look at a run directory of anybody's: nothing in it is believed beyond its type,
 every text is cut, and only ranks that the run can have are looked for. Nothing is asked of the ranks here.
@@ -28,7 +28,7 @@ LIVE, SILENT, DEAD, ELSEWHERE = "live", "silent", "dead", "elsewhere"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What is known of a rank.
+    """The state of a rank as seen from outside.
 
     Args:
         state: its process gives signs of life; gives none; has ended; or runs on another host, or did before this one
@@ -50,7 +50,7 @@ class RankState:
 
     @property
     def progress(self) -> RankProgress | None:
-        """Its last look at itself."""
+        """The rank's last own record of its progress."""
         return self.seen.progress
 
 
@@ -89,7 +89,7 @@ def _state(rank: int, box: black_box.Recorded, now: float, notes: int) -> RankSt
 
 
 def state_of(rank: int, look: RankProgress) -> RankState:
-    """Return the state of a rank that has answered this moment."""
+    """Return the state of a rank that has just answered."""
     seen = Seen(progress=look)
     return RankState(rank=rank, state=LIVE, age=0.0, seen=seen, words=_words(seen))
 
@@ -127,7 +127,7 @@ def _short(value: Any, depth: int = 6) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """Ranks in the same place, in the same state.
+    """Ranks at the same place, in the same state.
 
     Args:
         stack: innermost first; of one thread for each name where all threads were asked for.
@@ -143,7 +143,7 @@ class Together:
 def together(
     states: Mapping[int, RankState], threads: Mapping[int, Mapping[str, tuple[str, ...]]] | None = None
 ) -> list[Together]:
-    """Put ranks together that do the same: most first, so that one that does something else stands at the end."""
+    """Group ranks by state and stack, the largest group first, so that a rank that differs stands at the end."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for rank, one in sorted(states.items()):
         stack = () if one.progress is None else one.progress.stack

@@ -1,4 +1,4 @@
-"""The Python stack of another process of the host, read from its memory: nothing in that process has to run.
+"""The Python stack of another process of the host, read from its memory: that process need not run for it.
 
 So it is had of a process that is stopped, that waits in the kernel, or whose interpreter's lock is held in C, at no
 cost to one that is healthy. Nothing is written, and a wrong address is an error of the reader's. A timer of
@@ -41,7 +41,7 @@ BUILD = f"{sys.version} {sys.implementation.cache_tag}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A frame: where it is, and the columns of what it calls, where these are known."""
+    """A frame: file, line and function, with the columns of the call if known."""
 
     file: str
     line: int
@@ -110,7 +110,7 @@ class _Layout:
 
 
 def thread_state(ident: int) -> int:
-    """Return the address of a thread's state in this process, by which another one finds its frames; 0 where not."""
+    """Return the address of a thread's state in this process, by which another one finds its frames; 0 if unknown."""
     with suppress(Exception), _Memory(os.getpid()) as memory:
         api: Any = ctypes.PyDLL(None)  # of our own: what is set on its functions holds for nobody else
         get, head, following = api.PyThreadState_Get, api.PyInterpreterState_ThreadHead, api.PyThreadState_Next
@@ -133,7 +133,7 @@ def thread_state(ident: int) -> int:
 
 
 def read(pid: int, state: int) -> list[Place]:
-    """Return the stack of a thread of a process of the same build, innermost first; empty where it cannot be had."""
+    """Return the stack of a thread in a process of the same build, innermost first; empty if it cannot be read."""
     layout = _layout()
     if layout is None or not state:
         return []

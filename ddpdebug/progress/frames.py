@@ -1,4 +1,4 @@
-"""Where a thread is, in words: its phase, the user's line, and what kind of thing it blocks in. Torch-free.
+"""The place of a thread in words: its phase, the user's line, and the kind of call that blocks it. Torch-free.
 
 Only frames are read, never their variables. A function of C has no frame: what a line of Python has called is read from
 the source, at the place that the interpreter notes for each instruction.
@@ -102,7 +102,7 @@ _PHASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class At:
-    """Where a thread is.
+    """The place of a thread.
 
     Args:
         place: the innermost of the user's lines.
@@ -124,7 +124,7 @@ class At:
 
 
 class Frame(NamedTuple):
-    """What is read of a frame; the frame itself would keep a function's variables alive, and free them elsewhere."""
+    """The data of a frame; the frame itself would keep a function's variables alive, and free them elsewhere."""
 
     code: CodeType
     instruction: int
@@ -132,7 +132,7 @@ class Frame(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The file of its code."""
+        """The file of the frame's code."""
         return self.code.co_filename
 
     def words(self) -> str:
@@ -150,12 +150,12 @@ def take(frame: FrameType | None) -> tuple[Frame, ...]:
 
 
 def signature(stack: tuple[Frame, ...]) -> int:
-    """Return a number that changes as soon as any frame of a stack goes on."""
+    """Return a number that changes as soon as any frame of a stack advances."""
     return hash(tuple([(id(frame.code), frame.instruction) for frame in stack]))
 
 
 def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
-    """Return where a thread is.
+    """Return the place of a thread.
 
     Args:
         meetings: functions of torch's in which ranks meet in the store.
@@ -183,7 +183,7 @@ def look(stack: tuple[Frame, ...], meetings: Collection[str] = ()) -> At:
 
 
 def of_places(places: Sequence[Place]) -> At:
-    """Return where a thread of another process is, by its frames, innermost first; its phase stays unknown.
+    """Return the place of a thread of another process, by its frames, innermost first; its phase stays unknown.
 
     Its kind is known where the innermost frame shows that it matches a regular expression.
     """

@@ -1,4 +1,4 @@
-"""What the kernel shows of a process on this host: its state, what it waits in, and whether anything moves. Torch-free.
+"""The kernel's view of a process on this host: its state, its wait, and whether anything moves. Torch-free.
 
 Read from `/proc` only while somebody waits; elsewhere than on Linux nothing is known. Source: proc(5).
 """
@@ -71,17 +71,17 @@ class Kernel:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds it."""
+        """Whether a signal or a debugger has stopped the process."""
         return self.state in "Tt"
 
     def moved_since(self, before: Kernel, seconds: float, *, share: float = 0.05) -> bool:
-        """Whether it has run, or wanted to, for more than a share of the time since, or has moved data."""
+        """Whether the process ran, or was ready to, for more than a share of the time since, or moved data."""
         if self.disk != before.disk or self.data - before.data > _DATA_PER_SECOND * seconds:
             return True
         return self.cpu - before.cpu + self.queued - before.queued > share * seconds
 
     def words(self) -> str:
-        """Say the state for people."""
+        """Return the state in words."""
         where = f" in {self.wchan}" if self.wchan not in {"", "0"} else ""
         return _WORDS.get(self.state, "runs" if self.state == "R" else "asleep") + (
             where if self.state in "SDT" else ""
@@ -90,7 +90,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What processes and all that they have started have done so far, those that have ended with them.
+    """The use of time and disk by processes and all their descendants so far, ended ones included.
 
     Args:
         cpu: seconds of processor time.
@@ -107,7 +107,7 @@ class Family:
     blocked: frozenset[tuple[int, int]] = frozenset()
 
     def moved_since(self, before: Family, seconds: float, *, share: float, wakes: float) -> bool:
-        """Whether they have computed for more than a share of the time since, moved data, or woke often."""
+        """Whether the processes computed for more than a share of the time since, moved data, or woke often."""
         return (
             self.cpu - before.cpu > share * seconds
             or self.cpu - before.cpu + self.queued - before.queued > WANTING_SHARE * seconds
@@ -117,7 +117,7 @@ class Family:
 
 
 def process(pid: int) -> Kernel | None:
-    """Return what the kernel shows of a process with all its threads; None where there is none, or it is not shown."""
+    """Return the kernel's view of a process with all its threads; None if there is none, or it is hidden."""
     folder = _PROC / str(pid)
     known = _stat(folder / "stat")
     if known is None:
@@ -140,7 +140,7 @@ def process(pid: int) -> Kernel | None:
 
 
 def thread(native_id: int) -> Kernel | None:
-    """Return what the kernel shows of a thread of this process."""
+    """Return the kernel's view of a thread of this process; None if there is none."""
     folder = _PROC / "self" / "task" / str(native_id)
     known = _stat(folder / "stat")
     if known is None:
@@ -165,7 +165,7 @@ def disk_beside(native_id: int) -> int:
 
 
 def wanted_beside(native_id: int) -> dict[int, float]:
-    """Return for how many seconds each thread of this process has run or could have, without one of them."""
+    """Return the seconds for which each thread of this process ran or was ready to, except one thread."""
     with suppress(OSError):
         tasks = islice((_PROC / "self" / "task").iterdir(), _MOST_OWN_THREADS)
         return {int(task.name): _wanted(task) for task in tasks if task.name != str(native_id)}
@@ -173,13 +173,13 @@ def wanted_beside(native_id: int) -> dict[int, float]:
 
 
 def started(pid: int) -> int:
-    """Return when a process began, in ticks of the kernel; 0 where that is not known."""
+    """Return the start of a process in ticks of the kernel; 0 if unknown."""
     known = _stat(_PROC / str(pid) / "stat")
     return 0 if known is None else known[2]
 
 
 def children(pid: int | str = "self") -> list[int]:
-    """Return the processes that one has started, by default this one; none where the kernel does not report it."""
+    """Return the child processes of a process, by default of this one; empty if the kernel does not report them."""
     found: list[int] = []
     for file in _PROC.glob(f"{pid}/task/*/children"):
         with suppress(OSError, ValueError):
@@ -188,7 +188,7 @@ def children(pid: int | str = "self") -> list[int]:
 
 
 def family(pids: Iterable[int]) -> Family:
-    """Return what processes and all that they have started have done."""
+    """Return the use of time and disk by processes and all their descendants."""
     todo, seen = list(pids), set[int]()
     cpu, queued, data, wakes, threads = 0.0, 0.0, 0, 0, _MOST_THREADS_OF_ALL
     blocked = set[tuple[int, int]]()
@@ -213,7 +213,7 @@ def family(pids: Iterable[int]) -> Family:
 
 
 def ending(status: int) -> str:
-    """Say how a process has ended, by its exit status as `wait` has it."""
+    """Return the end of a process in words, by its exit status as `wait` has it."""
     number = status & 0x7F
     if number == 0:
         return f"it has ended with exit status {status >> 8}"
@@ -221,7 +221,7 @@ def ending(status: int) -> str:
 
 
 def host() -> str:
-    """Return what names this host until it boots again, and the processes that one `/proc` shows.
+    """Return an identity of this host until its next boot, and of the processes that one `/proc` shows.
 
     Where that is not known each call returns another name: nothing can be said to be on this host then.
     """

@@ -1,10 +1,10 @@
-"""How long ranks are waited for that are at work, and from when on that is too long. Torch-free, no clock."""
+"""The patience for ranks at work: from when on a wait for them is too long. Torch-free, no clock."""
 
 from __future__ import annotations
 
 
 class Patience:
-    """The waits of a run for ranks at work: one is too long that is far longer than all that have ended well.
+    """The waits of a run for ranks at work: a wait is too long if it far exceeds all that ended well.
 
     Args:
         least: seconds that are never too long: imports from a slow file system, a first evaluation, a checkpoint.
@@ -17,17 +17,17 @@ class Patience:
         self._now = 0.0  # of the one that lasts
 
     def waits(self, seconds: float) -> None:
-        """Take the wait that lasts; one that is shorter than before is another one."""
+        """Take the length of the present wait; a shorter one than before is a new wait."""
         if seconds < self._now:
             self.ended()
         self._now = seconds
 
     def ended(self) -> None:
-        """Take note that the ranks have gone on."""
+        """Note that the wait has ended well: the ranks have gone on."""
         self.longest, self._now = max(self.longest, self._now), 0.0
 
     def broken(self) -> None:
-        """Forget the wait that lasts: the rank is not at work any more, or has left."""
+        """Forget the present wait: the rank is not at work any more, or has left."""
         self._now = 0.0
 
     @property

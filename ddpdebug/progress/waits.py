@@ -1,4 +1,4 @@
-"""Who waits for whom, and what that comes to: the judge of hangs. Torch-free, no clock, no file.
+"""The judge of hangs: which ranks wait for which, and whether that is a hang. Torch-free, no clock, no file.
 
 Evidence decides. What a rank is waited for while anything moves in it is at work, however long it takes; a clock alone
 never accuses one. `judge` is given what is known of every rank at one moment, and is asked again and again:
@@ -60,13 +60,13 @@ _MOST_FRAMES = 12
 
 
 def gravity(hang: Hang) -> int:
-    """Return the place of a verdict in the order of gravity."""
+    """Return the rank of a verdict in the order of gravity."""
     return _SAME_CALL_GRAVITY if hang.kind == "cycle" and hang.difference == "unknown" else GRAVITY[hang.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is known of a rank now.
+    """The state of a rank as known now.
 
     Args:
         progress: its last look at itself, None where it never gave one.
@@ -96,7 +96,7 @@ class Seen:
 
     @property
     def waits(self) -> tuple[Call, ...]:
-        """What it waits in: nothing where it cannot answer."""
+        """The calls that the rank waits in; empty if it cannot answer."""
         known = self.progress
         if known is None or self.silent or self.left or known.same < WAIT_SECONDS:
             return ()
@@ -104,11 +104,11 @@ class Seen:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether it has left because it had come to its end."""
+        """Whether the rank has left because its script had finished."""
         return self.left.removeprefix("it has ended: ") in IN_ORDER
 
     def count(self, group: str) -> int | None:
-        """Return how many collectives of a group it has entered; None where that is not known.
+        """Return the number of collectives of a group that the rank has entered; None if unknown.
 
         Of one that has left in order the last look may be old: only what it said of its end counts.
         """
@@ -120,7 +120,7 @@ class Seen:
 
 
 def judge(seen: Mapping[int, Seen]) -> Hang | None:
-    """Return what the ranks' waiting comes to; None where nobody waits, or it is too early to say.
+    """Return the verdict on the ranks' waiting; None if no rank waits, or it is too early to decide.
 
     Of ranks that are `busy` it is told at once: how long that is too long, the caller decides by `waited`.
     """
@@ -320,7 +320,7 @@ def _of_sides(
 
 
 def mismatch(calls: Mapping[int, Call], seen: Mapping[int, Seen]) -> Hang:
-    """Return what calls of ranks with the same number come to that do not fit together: also of ranks that are gone."""
+    """Return the verdict on calls with the same number that do not match, ended ranks included."""
     return _of_sides("mismatch", _sides(calls), calls, {rank: (call,) for rank, call in calls.items()}, seen)
 
 
@@ -426,7 +426,7 @@ def _about(kind: str, ranks: list[int], waiting: Mapping[int, tuple[Call, ...]],
 
 
 def place_of(one: Seen) -> str | None:
-    """Return the user's line in which a rank is, or was last."""
+    """Return the user's line at which a rank is, or was last."""
     return one.left_at or (None if one.progress is None else one.progress.place)
 
 
@@ -437,7 +437,7 @@ def _phase(kind: str, progress: RankProgress | None) -> str | None:
 
 
 def where(one: Seen) -> str:
-    """Say what a rank does, and where, for people."""
+    """Return a rank's activity and place in words."""
     known, parts = one.progress, []
     if one.left:
         parts.append(one.left)

@@ -1,4 +1,4 @@
-"""The look of a rank at its own process: where its training thread is, and since when nothing has moved.
+"""A rank's observation of its own process: the place of its training thread, and how long nothing has moved.
 
 Taken about once a second by the background thread, in about 50 microseconds as long as the training goes on; what
 costs more (`/proc`, the newest collectives) is read only once the thread has stood in one place for a second.
@@ -40,76 +40,76 @@ _AMONG_RANKS = frozenset({"collective", "backward", "store"})
 
 
 class Issued(Protocol):
-    """A collective, as torch has recorded it."""
+    """A collective as torch has recorded it."""
 
     @property
     def group(self) -> str:
-        """Name of its process group."""
+        """The name of the process group."""
 
     @property
     def number(self) -> int:
-        """Among the collectives of its group, from 1."""
+        """The number among the collectives of the group, from 1."""
 
     @property
     def operation(self) -> str:
-        """What was called, for example "all_reduce"."""
+        """The operation, for example "all_reduce"."""
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """What it was given, for example "float32 [4, 8]"."""
+        """The dtypes and shapes of the inputs, for example "float32 [4, 8]"."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it has completed here."""
+        """Whether the collective has completed on this rank."""
 
     @property
     def point_to_point(self) -> bool:
-        """Whether it is a message from rank to rank."""
+        """Whether this is a message from one rank to another."""
 
 
 class Recorder(Protocol):
     """Torch's record of collectives."""
 
     def counts(self, *, exact: bool = False) -> Mapping[str, tuple[int, int]] | None:
-        """Return (entered, completed) by group; exact ones where that costs more."""
+        """Return (entered, completed) by group; with `exact` exact ones, even if that costs more."""
 
     def newest(self) -> Sequence[Issued]:
         """Return the newest collectives, oldest first."""
 
     @property
     def is_counted(self) -> bool:
-        """Whether messages from rank to rank are among the last counts."""
+        """Whether point-to-point messages are among the last counts."""
 
     @property
     def meetings(self) -> Collection[str]:
-        """Functions of torch's in which ranks meet in the store."""
+        """Names of torch's functions in which ranks meet in the store."""
 
 
 class Notes(Protocol):
-    """What this process has noted of its calls."""
+    """The notes of this process about its calls."""
 
     def write_to(self, write: Callable[[str], None]) -> None:
-        """Have notes written."""
+        """Set the function that writes notes."""
 
     def kept(self) -> Sequence[Noted]:
         """Return the newest notes, oldest first."""
 
     def number(self, group: str, count: int) -> int:
-        """Return the number of the newest collective at a count of the group's."""
+        """Return the number of the newest collective of a group, from the group's count."""
 
 
 class NoNotes:
-    """Stands for notes where none are taken."""
+    """The placeholder if no notes are taken."""
 
     def write_to(self, write: Callable[[str], None]) -> None:
         """Write nothing."""
 
     def kept(self) -> Sequence[Noted]:
-        """Return nothing."""
+        """Return an empty sequence."""
         return ()
 
     def number(self, group: str, count: int) -> int:
-        """Return the count: nothing is known but that."""
+        """Return the count itself."""
         del group
         return count
 
@@ -129,7 +129,7 @@ class _Usage:
 
 
 class Watcher:
-    """Looks at this process, always from the same thread.
+    """Observes this process, always from the same thread.
 
     Args:
         recorder: of torch.
@@ -165,7 +165,7 @@ class Watcher:
         self._read = 0.0
 
     def look(self, *, exact: bool = False) -> RankProgress:
-        """Return where this rank is now; `exact` reads its stack as well, while a rank waits."""
+        """Return the present progress of this rank; with `exact` its counts of collectives are exact."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
         counts = self._counts(exact=exact or now - self._since >= WAIT_SECONDS)
@@ -215,7 +215,7 @@ class Watcher:
         )
 
     def entered(self) -> dict[str, int]:
-        """Return how many collectives of each group were entered, exactly: any thread may ask."""
+        """Return the exact number of entered collectives by group; from any thread."""
         return {group: entered for group, (entered, _) in self._counts(exact=True).items()}
 
     def _counts(self, *, exact: bool) -> dict[str, tuple[int, int]]:
@@ -227,7 +227,7 @@ class Watcher:
         return {group: (number(group, entered), number(group, ended)) for group, (entered, ended) in known.items()}
 
     def address(self) -> int:
-        """Return where the thread's state lies in memory, so that its stack can be read from outside."""
+        """Return the address of the training thread's state, so that its stack can be read from outside."""
         ident, main = self._thread(), threading.main_thread().ident
         if ident != main:  # its number and its memory may be another thread's by now
             return foreign_stack.thread_state(ident)

@@ -25,12 +25,12 @@ _POOL = pytest.StashKey["Pool"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the one setting that a whole project may want to change."""
+    """Add the setting `ranks_timeout`."""
     parser.addini("ranks_timeout", "seconds that a test marked with `ranks` may take (default: 60)", default="60")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; in a rank's process, become its part."""
+    """Register the marker; in a rank's process also the plugin `RankSession`."""
     config.addinivalue_line("markers", _MARKER)
     if _in_rank(config):
         from ddpdebug.pytest_plugin.worker import RankSession  # noqa: PLC0415 - needs torch
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the ranks with the session."""
+    """End the rank processes with the session."""
     pool = config.stash.get(_POOL, None)
     if pool is not None:
         pool.close()
@@ -47,7 +47,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a marked test in ranks instead of here."""
+    """Run a marked test in rank processes instead of in this one."""
     mark = item.get_closest_marker("ranks")
     if mark is None or _in_rank(item.config):
         return None
@@ -90,7 +90,7 @@ def rank(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def world_size(request: pytest.FixtureRequest) -> int:
-    """How many processes run the test (with `@pytest.mark.ranks(N)`)."""
+    """The number of processes that run the test (with `@pytest.mark.ranks(N)`)."""
     return int(_fact(request, "world"))
 
 

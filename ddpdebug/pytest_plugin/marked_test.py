@@ -1,4 +1,4 @@
-"""One test marked with `ranks`: its mark is read, its ranks run it, one report is made of theirs."""
+"""Execution of one test marked with `ranks`: reads the mark, runs the ranks, merges their reports into one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARGUMENTS = ("world", "timeout", "device", "group")
 
 
 def run_in_ranks(item: pytest.Item, nextitem: pytest.Item | None, mark: pytest.Mark, pool: Callable[[], Pool]) -> None:
-    """Run `item` in ranks and report it like any other test."""
+    """Run a test in rank processes and report it like any other test."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     outcome: Outcome | None = None
     try:

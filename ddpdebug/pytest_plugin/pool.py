@@ -1,4 +1,4 @@
-"""The pool of rank processes of a pytest session: started when needed, used again, replaced when damaged.
+"""The pool of rank processes of a pytest session: started on demand, reused, replaced when damaged.
 
 A test is followed in its ranks to its end, or to the deadline.
 """
@@ -43,7 +43,7 @@ _OUTPUT_BYTES = 1 << 15
 
 @dataclass(slots=True)
 class Task:
-    """A test to run, and what its mark asks for; `timeout` in seconds."""
+    """A test to run, with the arguments of its mark; `timeout` in seconds."""
 
     nodeid: str
     path: str
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of a test, of all ranks."""
+    """The results of one test on all ranks."""
 
     ranks: list[RankResult]
     warnings: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class _Rank:
 
 
 class Pool:
-    """Processes that wait for tests. Nothing is started before the first test."""
+    """Rank processes that wait for tests. None is started before the first test."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -90,7 +90,7 @@ class Pool:
         self._tests = itertools.count()
 
     def run(self, task: Task) -> Outcome:
-        """Run a test in the first `task.world` ranks; whatever it does, this returns."""
+        """Run a test in the first `task.world` ranks; return also when the test hangs or kills its ranks."""
         number = next(self._tests)
         try:
             outcome = Outcome([RankResult(rank) for rank in range(task.world)])
@@ -114,7 +114,7 @@ class Pool:
         return outcome
 
     def close(self) -> None:
-        """Let the ranks' sessions finish, then end everything."""
+        """Let the ranks' sessions finish, then end all processes."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send_bytes(json.dumps({"kind": "end"}).encode())
@@ -133,7 +133,7 @@ class Pool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def discard(self) -> None:
-        """End all ranks and what they have started; the next test gets new ones."""
+        """End all ranks and their child processes; the next test gets new ones."""
         if self._control is not None and self._ranks:
             try:
                 self._control.send(json.dumps({"kind": "sweep"}).encode())
@@ -256,7 +256,7 @@ class Pool:
                 rank.connection.send_bytes(json.dumps(command).encode())
 
     def look(self, seconds: float) -> list[tuple[int, dict[str, Any]]]:
-        """Wait for something to happen; return what ranks said."""
+        """Wait at most `seconds` for messages, and return those of the ranks that have come."""
         assert self._control is not None
         talking = {rank.connection: rank for rank in self._ranks if not rank.connection.closed}
         said = []
@@ -304,7 +304,7 @@ class Pool:
         return {rank.number: rank.status for rank in self._ranks if rank.status is not None}
 
     def ask_where(self, numbers: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of ranks that are still running."""
+        """Return the stacks of ranks that are still running, by rank."""
         asked = [rank for rank in self._ranks if rank.number in numbers and rank.pid is not None]
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):

@@ -36,7 +36,7 @@ _RANK_OPTIONS: Mapping[str, Any] = {
 
 
 def rank_setup(config: pytest.Config, directory: Path) -> dict[str, Any]:
-    """Return what the process that makes the ranks is given; `directory` is theirs and goes with them."""
+    """Return the settings for the process that forks the ranks; `directory` is the ranks' own and temporary."""
     options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
     options.pop("file_or_dir", None)  # they are the arguments
     ours = {key: value for key, value in _RANK_OPTIONS.items() if key in options}

@@ -1,4 +1,4 @@
-"""One test result out of the ranks' reports: the first failure that is not the echo of another. Torch-free."""
+"""Merging of the ranks' reports into one test result: the first failure that follows from no other. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class RankResult:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come from this rank."""
+        """Whether the rank sends nothing more about the test."""
         return self.finished or self.status is not None or self.at_deadline is not None
 
     @property
     def sound(self) -> bool:
-        """Whether its process can run another test."""
+        """Whether the rank's process can run another test."""
         fine = all(r["outcome"] == "passed" or (r["outcome"], r["when"]) == ("skipped", "setup") for r in self.reports)
         return self.finished and fine and self.lacking is None
 
     def failed_by_itself(self) -> bool:
-        """Return whether something failed here that is not the loss of a peer."""
+        """Whether the rank failed for another reason than the loss of a peer."""
         failed = any(r["outcome"] == "failed" and not r["ddpdebug"]["lost_peer"] for r in self.reports)
         return failed or self.lacking is not None or self.status is not None
 
 
 class Failure(NamedTuple):
-    """One rank's way of failing a test; sorted, the cause comes first."""
+    """One rank's failure of a test; the cause sorts before its consequences."""
 
     echo: bool  # it lost a peer
     time: float
@@ -59,7 +59,7 @@ class Failure(NamedTuple):
 
 
 class Merger:
-    """Turns the results of the ranks into the reports of one test.
+    """Merges the results of the ranks into the reports of one test.
 
     Args:
         load: turns a serialised report into a report.
@@ -76,7 +76,7 @@ class Merger:
         self._xfailed = [rank for rank in self._reports if any(map(_is_xfail, self._of(rank)))]
 
     def reports(self, timeout: float) -> list[pytest.TestReport]:
-        """Return the reports of the phases, of which at most one phase says that the test failed."""
+        """Return the reports of the phases, at most one of them a failure."""
         failures = sorted(self._failures(timeout))
         if failures:
             made = self._failed(failures[0], failures)
@@ -181,7 +181,7 @@ class Merger:
 
 
 def bare_report(item: pytest.Item, when: Any, outcome: Any = "passed", text: str | None = None) -> pytest.TestReport:
-    """Return a report of a phase that no rank has reported."""
+    """Return a report for a phase that no rank has reported."""
     keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
     return pytest.TestReport(item.nodeid, item.location, keywords, outcome, text, when)
 

@@ -1,4 +1,4 @@
-"""Stacks of a rank, from the text of faulthandler: where its test was when it was asked. Torch-free."""
+"""Stacks of a rank's test, parsed from the text of faulthandler. Torch-free."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def stack_of_test(text: str) -> list[Frame]:
 
 
 def waits_for_peers(text: str) -> bool:
-    """Return whether the rank was waiting for its peers, so that the cause lies with them."""
+    """Whether the rank's stack shows a wait for its peers, so that the cause lies with them."""
     return any(_WAITING.search(frame.file) for frame in stack_of_test(text))
 
 
 def place(text: str, root: str) -> str:
-    """Return where the user's code was, and in what it was waiting there."""
+    """Return the innermost line of the user's code, and the library function that this line calls."""
     frames = stack_of_test(text)
     users = [frame for frame in frames if not frame.file.startswith(_NOT_USERS)]
     if not users:
@@ -63,5 +63,5 @@ def place(text: str, root: str) -> str:
 
 
 def text_of(text: str) -> str:
-    """Return the test's stack as a section of a report, outermost first as Python shows it."""
+    """Return the test's stack as a section of a report, outermost frame first as in Python's tracebacks."""
     return "\n".join(f'  File "{f.file}", line {f.line}, in {f.function}' for f in reversed(stack_of_test(text)))

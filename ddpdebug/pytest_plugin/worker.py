@@ -1,4 +1,4 @@
-"""The pytest session of a rank: collects and runs the tests that it is told to.
+"""The pytest session of a rank: collects and runs the tests that the parent pytest names.
 
 It is a session like any other, with the user's conftest files, plugins and assertion rewriting; only the loop over the
 tests is ours. Reports go to the pytest that the user started as soon as they are made.
@@ -70,7 +70,7 @@ class RankSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run the tests that are named, until the end is."""
+        """Run each test that the parent pytest names, until it closes the connection."""
         faulthandler.register(WHERE_ARE_YOU, file=self._stacks, all_threads=True)
         self._say("ready")
         while (command := self._hear("run")) is not None:
@@ -129,18 +129,18 @@ class RankSession:
         return item
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Remember the test, also when a plugin deselects it later: it was chosen already."""
+        """Remember the test, even if a plugin deselects it later: the parent session has chosen it."""
         self._items[item.nodeid] = item
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Remember why something could not be collected."""
+        """Remember the errors of a collection."""
         if report.failed:
             self._complaints.append(report.longreprtext)
 
     # --- one test -----------------------------------------------------------------------------------------------------
 
     def pytest_runtest_setup(self) -> None:
-        """Form the group, after skips were evaluated and before the first fixture."""
+        """Form the process group, after skips were evaluated and before the first fixture."""
         if self.current["device"] != "cpu":
             _take_gpu(self.current)
         rank, world = self.current["rank"], self.current["world"]
@@ -175,14 +175,14 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        """Add time and loss of a peer to the report, for the search for the first cause."""
+        """Add the time, and whether a peer was lost, to the report, for the search for the first cause."""
         report = yield
         lost = call.excinfo is not None and is_lost_peer(call.excinfo.value)
         report.ddpdebug = {"time": call.stop, "lost_peer": lost}
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send the report."""
+        """Send the report to the parent pytest."""
         if os.getpid() != self._pid:
             return
         if not (report.passed or (report.skipped and report.when == "setup")):
@@ -191,7 +191,7 @@ class RankSession:
         self._say("report", data=data)
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
-        """Send the warning."""
+        """Send the warning to the parent pytest."""
         category = warning_message.category
         self._say(
             "warning",
@@ -260,7 +260,7 @@ def _take_gpu(command: Mapping[str, Any]) -> None:
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Return whether `error`, or what it was raised from, says that a peer is gone or did not come in time."""
+    """Whether an error, or one of its causes, says that a peer is gone or did not come in time."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""The process that loads torch and pytest once and forks the ranks from there: `python zygote.py FD PARENT`.
+"""The process that loads torch and pytest once and forks the ranks: `python zygote.py FD PARENT`.
 
 Run by its path, so that the package is not loaded before pytest is: pytest must see it come. It stays without threads
 and without anything of the user's, which is what makes forking safe. What it forks lives no longer than it does, and it
@@ -26,7 +26,7 @@ _LOOK_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serve pytest until it goes away: fork a rank, or end all ranks."""
+    """Serve the parent pytest until it ends: fork a rank, or end all ranks."""
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
     setup = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by the pytest that started us
@@ -162,7 +162,7 @@ def _sweep(forked: set[int]) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Return the processes that descend from `root`; without /proc none are known."""
+    """Return the processes that descend from `root`; an empty list without /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):  # it has gone meanwhile

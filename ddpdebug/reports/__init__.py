@@ -1,1 +1,1 @@
-"""What is made of a run directory for people: the page of `report`, the live view of `top`."""
+"""Reports about a run directory for people: the page of `report`, the live view of `top`."""

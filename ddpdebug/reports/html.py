@@ -1,4 +1,4 @@
-"""Pieces of self-contained pages: the head, and series as SVG in the colours of the dashboards; no script. Pure."""
+"""Parts of self-contained HTML pages: the head, and series as SVG in the dashboards' colours; no script. Pure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _HEIGHTS = ((16, 22), (32, 15), (1 << 30, 10))
 
 
 def page_head(title: str, style: str) -> str:
-    """Return a page from its first line to the beginning of its body.
+    """Return the beginning of a page, up to the start of its body.
 
     Args:
         title: escaped already.
@@ -87,7 +87,7 @@ def lines(
 
 
 def timeline(rows: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[int, str]) -> str:
-    """Return a row for each thing that is compared: green where the ranks agree, red and hatched where they differ."""
+    """Return a chart with a row for each comparison: green while the ranks agree, red and hatched while they differ."""
     height = _TOP + _ROW * len(rows) + _BOTTOM
     parts = [_marks(steps, marks, height - _BOTTOM)]
     for i, (name, points) in enumerate(rows.items()):
@@ -106,7 +106,7 @@ def timeline(rows: Mapping[str, Points], steps: tuple[int, int], marks: Mapping[
 def parting(
     world: int, groups: Sequence[Sequence[int]], steps: tuple[int, int], step: int, words: str, *, undecided: bool
 ) -> str:
-    """Return a line for each rank over the steps: together until `step`, and from then on each group by itself.
+    """Return a chart with a line for each rank: together until `step`, then apart by group.
 
     Args:
         groups: of ranks; the first is the one that is right, unless that is `undecided`.
@@ -137,7 +137,7 @@ def parting(
 
 
 def heat_map(found: PaceHistory, steps: tuple[int, int], marks: Mapping[int, str]) -> str:
-    """Return a row for each rank, or for neighbours: how much longer than the median rank it worked by itself.
+    """Return a heat map, a row for each rank or for neighbouring ranks: own time beyond that of the median rank.
 
     The colour is the phase in which most of that was, its strength how much it was.
     """
@@ -272,7 +272,7 @@ def _shown(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words, to three digits: `12.5 ms`, `3.1 s`, `14.2 min`, `2.5 h`; empty where it is not known."""
+    """Return a time with its unit, to three digits: `12.5 ms`, `3.1 s`, `14.2 min`, `2.5 h`; empty if unknown."""
     if not math.isfinite(seconds):
         return ""
     for name, size in (("h", 3600.0), ("min", 60.0)):
@@ -282,12 +282,12 @@ def duration(seconds: float) -> str:
 
 
 def text(value: object, limit: int = 300) -> str:
-    """Return a value as HTML on one line of at most `limit` characters; nothing for None."""
+    """Return a value as escaped text on one line of at most `limit` characters; empty for None."""
     return escape(clean("" if value is None else value, limit))
 
 
 def path(places: Iterable[tuple[float, float]]) -> str:
-    """Return the `d` of an SVG path through points in pixels; one that is not finite leaves a gap."""
+    """Return the `d` of an SVG path through points in pixels, with a gap at points that are not finite."""
     words, pen = [], "M"
     for x, y in places:
         if not (math.isfinite(x) and math.isfinite(y)):

@@ -1,4 +1,4 @@
-"""What each rank's steps were made of over a run, and what slow ranks cost, in bounded memory. Torch-free."""
+"""The parts of each rank's steps over a run, and the cost of slow ranks, in bounded memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SUMS = _PHASES + len(pace.PHASES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One rank in a span of steps.
+    """The times of one rank in a span of steps.
 
     Args:
         own: mean seconds of a step.
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:
-    """One rank over all steps that were looked at; seconds of a step are means, of steps with the rows of all ranks.
+    """The times of one rank over all recorded steps; seconds are means, over steps with the rows of all ranks.
 
     They are NaN where no such step has the rank.
     """
@@ -83,7 +83,7 @@ class PaceHistory:
         self._waited = self._length = 0.0  # seconds of all steps, of the mean rank
 
     def add(self, step: Step) -> None:
-        """Take a step; the first one, and one of unknown time, are left out."""
+        """Add a step; the first one, and one of unknown time, are left out."""
         own = {rank: seconds for rank, seconds in pace.own_times(step).items() if rank < _MAX_RANKS}
         timed = [rank for rank in own if rank == min(step.rows) or not step.chosen]
         if not timed:
@@ -123,17 +123,17 @@ class PaceHistory:
 
     @property
     def step_seconds(self) -> float:
-        """The mean time of a step; NaN where none is known."""
+        """The mean time of a step; NaN if unknown."""
         return self._length / self.steps if self.steps else math.nan
 
     @property
     def waiting(self) -> float:
-        """The share of the steps that the ranks waited for others, or exchanged data with them."""
+        """The share of the step time that the ranks waited for others, or exchanged data with them."""
         return self._waited / self._length if self._length else math.nan
 
     @property
     def data(self) -> float:
-        """The share of its steps that the median rank waited for its loader; NaN where no loader was seen."""
+        """The share of the step time that the median rank waited for its data loader; NaN if no loader was seen."""
         whole = _added(self._whole, self._lowest)
         ranks = [rank for rank in _known(whole) if _of(whole, rank, _FED) and _of(whole, rank, _STEP) > 0]
         found = [_of(whole, rank, _PHASES) / _of(whole, rank, _STEP) for rank in ranks]
@@ -147,7 +147,7 @@ class PaceHistory:
         return made
 
     def totals(self) -> list[RankPace]:
-        """Return the ranks, those that cost most first."""
+        """Return the totals of the ranks, those with the highest cost first."""
         cells = {cell.rank: cell for cell in _cells(self._whole)}
         unknown = Cell(rank=-1, own=math.nan, excess=math.nan, noise=math.nan, phase="")
         return sorted(
@@ -168,12 +168,12 @@ class PaceHistory:
         )
 
     def rows(self) -> list[range]:
-        """Return the ranks of each row."""
+        """Return the ranks of each row of the heat map."""
         width = max(1, math.ceil(self.ranks / ROWS))
         return [range(first, min(first + width, self.ranks)) for first in range(0, self.ranks, width)]
 
     def spans(self) -> Iterator[tuple[int, int, dict[int, Cell]]]:
-        """Yield of each span its first and last step, and row -> the rank in it that is slowest, in whole steps."""
+        """Yield first and last step of each span, and row -> the slowest rank of the row, in steps with all rows."""
         width = max(1, math.ceil(self.ranks / ROWS))
         for first, last, sums in self._spans:
             cells: dict[int, Cell] = {}

@@ -1,4 +1,4 @@
-"""The page about a run: opened offline; all of the job's is escaped, nothing is loaded or executed. Torch-free."""
+"""The HTML page about a run: readable offline, texts of the job escaped, nothing loaded or executed. Torch-free."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ td:first-child, th { overflow-wrap: normal; } code { font-size: .92em; } pre { o
 
 
 def report(directory: Path, *, name: str = "") -> str:
-    """Return the page about a run as HTML, also of one that was killed or still goes on.
+    """Return the page about a run as HTML, also of a run that was killed or still goes on.
 
     Args:
         name: by which the directory is known to who reads it, where that is not its path.
@@ -116,7 +116,7 @@ def report(directory: Path, *, name: str = "") -> str:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings in the order in which people should read them: the gravest, and of these the first."""
+    """Return findings in reading order: by severity, and within it the first ones first."""
     return sorted(findings, key=lambda finding: -finding.severity)
 
 
@@ -244,7 +244,7 @@ def _counts(findings: Iterable[Finding]) -> str:
 
 
 def checked(run: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the words and colour of a tile about what was looked at, by `run.json`: green only where all was."""
+    """Return text and colour of the tile about coverage, from `run.json`: green only if everything was checked."""
     known = Coverage.from_json(run.get("coverage"))
     if known is None or known.complete is None:
         return "not known", ""
@@ -269,7 +269,7 @@ def _coverage(history: History) -> str:
 
 
 def finding_article(finding: Finding, more: str = "") -> str:
-    """Return a finding with its evidence as HTML, and `more` of it at its end."""
+    """Return a finding with its evidence as HTML, with `more` at its end."""
     severity = finding.severity.label
     causes, actions = fitting(finding)
     rows = [

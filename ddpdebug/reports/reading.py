@@ -45,7 +45,7 @@ _FIELDS: dict[str, tuple[str, _Over, str]] = {
 
 @dataclass(slots=True)
 class Thinned:
-    """A series that never has more than twice `POINTS` points: neighbours are joined when it grows."""
+    """A series of at most twice `POINTS` points: neighbouring points are joined as it grows."""
 
     keep: str
     stride: int = 1
@@ -54,7 +54,7 @@ class Thinned:
     _first: int = 0
 
     def add(self, step: int, value: float) -> None:
-        """Take the value of a step; NaN stands for unknown."""
+        """Add the value of a step; NaN stands for unknown."""
         if not self._open:
             self._first = step
         self._open.append(value)
@@ -82,7 +82,7 @@ class Thinned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The content of the page: series by step, findings, how the ranks ended.
+    """The content of the page: series by step, findings, the ranks' outcomes.
 
     Args:
         series: name -> (step, value).
@@ -107,7 +107,7 @@ class History:
 
 
 def read_history(directory: Path) -> History:
-    """Return what is known of a run; raise ValueError when this is not a run directory of this version."""
+    """Return the history of a run; raise ValueError if the directory is not that of a run of this version."""
     run = read_run(directory)
     series = {name: Thinned(keep) for name, (_, _, keep) in _FIELDS.items()}
     agreement = {what: Thinned("max") for what in COMPARED}

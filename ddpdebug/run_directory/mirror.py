@@ -1,4 +1,4 @@
-"""What of a run directory a hub mirrors, and the pieces in which it travels. Standard library only, never writes.
+"""The files of a run directory that a hub mirrors, and their transfer in pieces. Standard library only, never writes.
 
 Nothing is kept beside the directory: the other side says what it has of each file (its size and a CRC-32), and what
 comes next follows from that. So whoever mirrors, and the hub, may be killed and started anew at any point, and a piece
@@ -43,12 +43,12 @@ _RANKS_A_SECOND = 32
 
 
 def is_document(path: str) -> bool | None:
-    """Whether a file is replaced as a whole, or grows; None for a path that is not mirrored."""
+    """Whether a file is replaced as a whole (True) or appended to (False); None for a path that is not mirrored."""
     return True if _DOCUMENT.fullmatch(path) else False if _GROWING.fullmatch(path) else None
 
 
 def key_of(run: Mapping[str, Any]) -> str:
-    """Return what a run is called in a hub; raise ValueError where `run.json` does not say who it is."""
+    """Return the key of a run in a hub; raise ValueError if `run.json` has no run id or no time."""
     key = run_key(run.get("time"), run.get("run"))
     if not key:
         raise ValueError(f"its {RUN} names no run and no time")
@@ -56,7 +56,7 @@ def key_of(run: Mapping[str, Any]) -> str:
 
 
 class Piece(NamedTuple):
-    """Bytes of a file from `start` on; with `replace` what was there goes first, with `gone` the file does."""
+    """Bytes of a file from `start` on; `replace` empties the file first, `gone` deletes it."""
 
     path: str
     start: int = 0
@@ -65,24 +65,24 @@ class Piece(NamedTuple):
     gone: bool = False
 
     def beyond(self, size: int) -> bytes | None:
-        """Return what a file of so many bytes has not yet; None where there is a gap between the two."""
+        """Return the bytes that a file of `size` bytes lacks; None if there is a gap between file and piece."""
         return self.data[size - self.start :] if self.start <= size else None
 
 
 class Held(NamedTuple):
-    """What the other side has of a file."""
+    """Size and digest of a file as the receiver has it."""
 
     size: int
     digest: str
 
 
 def digest_of(data: bytes, before: str = "00000000") -> str:
-    """Return the CRC-32 of what has the digest `before`, and data behind it."""
+    """Return the CRC-32 of data appended to bytes with the digest `before`."""
     return f"{zlib.crc32(data, int(before, 16)):08x}"
 
 
 def encode(key: str, source: str, pieces: Sequence[Piece], *, all_files: bool = False) -> bytes:
-    """Return a batch as it is posted: lines of JSON, compressed.
+    """Return a batch as it is posted: compressed lines of JSON.
 
     Args:
         source: `push`, `watch` or `import`.
@@ -97,7 +97,7 @@ def encode(key: str, source: str, pieces: Sequence[Piece], *, all_files: bool = 
 
 
 class Mirror:
-    """One side of a mirrored run directory: the one that reads it.
+    """The sender of a mirrored run directory.
 
     Args:
         directory: of a run; a link in the place of a file, or of a folder below it, is as if there were nothing.
@@ -129,12 +129,12 @@ class Mirror:
         self._run_as_read: tuple[int, ...] | None = None
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory."""
         os.close(self._root)
 
     @property
     def changed(self) -> float:
-        """When something was last written, seconds since the epoch by the file system's clock."""
+        """The time of the last write, seconds since the epoch by the file system's clock."""
         times = [0.0]
         for path in [*self._paths(), *self._paths_of_ranks()]:
             with suppress(OSError):
@@ -142,7 +142,7 @@ class Mirror:
         return max(times)
 
     def learn(self, files: Mapping[str, Held]) -> bool:
-        """Take note of what the other side has; return whether it has all that was sent."""
+        """Record the receiver's files; return whether it has everything that was sent."""
         fine = True
         for path, (held, complete) in self._sent.items():
             if files.get(path) != held:
@@ -170,13 +170,13 @@ class Mirror:
         self._there, self._met, self._next_ranks = dict(files), True, self._clock()
 
     def greet(self, send: Callable[[Sequence[Piece], bool], Mapping[str, Held]]) -> None:
-        """Say that there is nothing new, in a piece without bytes: the answer tells whether the other side has all."""
+        """Send an empty piece as a sign of life: the answer shows whether the receiver has everything."""
         held = self._there.get(RUN)
         self._sent = {} if held is None else {RUN: (held, None)}
         self.learn(send([] if held is None else [Piece(RUN, held.size)], False))
 
     def bring(self, send: Callable[[Sequence[Piece], bool], Mapping[str, Held]]) -> int:
-        """Send all that the other side has not, as far as it takes it; return how many pieces those were.
+        """Send everything that the receiver lacks and accepts; return the number of pieces.
 
         Args:
             send: sends pieces, and returns what the other side has then: of these files, or of all of the run's.
@@ -193,14 +193,14 @@ class Mirror:
                 return sent
 
     def verify(self) -> None:
-        """Compare all files from their beginning when pieces are asked for again."""
+        """Compare all files from their beginning at the next call of `pieces`."""
         self._done.clear()
         self._read.clear()
         self._unwanted.clear()
         self._next_ranks, self._met = self._clock(), False
 
     def pieces(self, room: int = BATCH) -> list[Piece]:
-        """Return what comes next, of at most about `room` bytes; nothing where the other side has all.
+        """Return the next pieces, of at most about `room` bytes; empty if the receiver has everything.
 
         Raises:
             ValueError: another run has the directory now, or nobody.

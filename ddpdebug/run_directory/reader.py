@@ -88,7 +88,7 @@ _MAGIC = b"ddpdebug"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A detail or a fact, and after how many rows of the run it was known."""
+    """A detail or a fact of a run, and the number of rows before it."""
 
     rows: int
     kind: str
@@ -96,7 +96,7 @@ class Observed:
 
 
 def steps_header(first_row: int) -> bytes:
-    """Return the beginning of a file of rows whose first row is the run's row `first_row`."""
+    """Return the header of a file of rows whose first row is the run's row `first_row`."""
     return _HEADER.pack(_MAGIC, LAYOUT_VERSION, ROW_BYTES, first_row)
 
 
@@ -105,7 +105,7 @@ class DamagedError(UsageError):
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """Return the content of `run.json`; raise ValueError when the directory is not that of a run.
+    """Return the content of `run.json`; raise ValueError if the directory is not that of a run.
 
     `world` is a number of ranks that a run can have, or absent; anything else raises DamagedError.
     """
@@ -122,7 +122,7 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def read_findings(directory: Path) -> list[Finding]:
-    """Return the findings in the order in which they were raised; `damage` tells of those that cannot be read.
+    """Return the findings in the order in which they were raised; `damage` describes those that cannot be read.
 
     Behind them come those that other ranks have written in the place of rank 0; of one that both have, what rank 0 has
     counts, unless only the other knows that it is over. Ranks that have lost each other may each say that a third has
@@ -148,7 +148,7 @@ def read_findings(directory: Path) -> list[Finding]:
 
 
 def read_ignored(directory: Path) -> dict[str, int]:
-    """Return the entries of `ignore` with the number of findings that each has kept silent; 0 of one without use."""
+    """Return the entries of `ignore` with the number of findings that each has suppressed; 0 for an unused one."""
     config = (_document(directory / RUN) or {}).get("config")
     given = config.get("ignore") if isinstance(config, dict) else None
     counts = dict.fromkeys((entry for entry in given if isinstance(entry, str)) if isinstance(given, list) else (), 0)
@@ -159,7 +159,7 @@ def read_ignored(directory: Path) -> dict[str, int]:
 
 
 def read_ignored_findings(directory: Path) -> list[Finding]:
-    """Return the findings that the user has asked to be silent about."""
+    """Return the findings that `ignore` has suppressed."""
     return [finding for line in _lines(directory / IGNORED) if (finding := Finding.read(line)) is not None]
 
 
@@ -185,7 +185,7 @@ def _own_findings(ranks: Path) -> list[Path]:
 
 
 def damage(directory: Path) -> list[str]:
-    """Return in words what is missing of the findings: lines that cannot be read, fewer than the run has counted.
+    """Describe the damage of the findings file: unreadable lines, fewer findings than the run counted.
 
     Of a run that is being written, or was killed, the last line may be cut off.
     """
@@ -215,7 +215,7 @@ def damage(directory: Path) -> list[str]:
 
 
 def read_outcomes(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return how each rank ended, by rank; ranks that were killed, and those of an earlier run, are absent."""
+    """Return the outcome of each rank, by rank; ranks that were killed, and those of an earlier run, are absent."""
     run = read_run(directory)["run"]
     outcomes = {}
     for folder in (directory / RANKS).glob("*"):
@@ -226,7 +226,7 @@ def read_outcomes(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return what ranks told the others when they ended: the only account of one with another file system."""
+    """Return the outcomes that ranks announced: the only account of a rank with another file system."""
     ends = {}
     for observed in read_observations(directory):
         payload, rank = observed.payload, observed.payload.get("rank")
@@ -238,7 +238,7 @@ def read_ends(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def read_spawned(directory: Path, run: str) -> tuple[int, dict[int, int]] | None:
-    """Return how many ranks the script of a run has started by itself, and the exit statuses that are known of them.
+    """Return the number of ranks that the script of a run started itself, and their known exit statuses.
 
     None where it is another run, or one whose ranks the script has not started.
     """
@@ -254,7 +254,7 @@ def read_spawned(directory: Path, run: str) -> tuple[int, dict[int, int]] | None
 
 
 def read_check(directory: Path) -> dict[str, Any] | None:
-    """Return the content of `check.json`, unless there is none or it is from another run than `run.json`."""
+    """Return the content of `check.json`; None if there is none or it is of another run than `run.json`."""
     check = _document(directory / CHECK)
     if check is None or not isinstance(check.get("run"), str):
         return None
@@ -263,7 +263,7 @@ def read_check(directory: Path) -> dict[str, Any] | None:
 
 
 def read_rows(directory: Path) -> Iterator[Row]:
-    """Yield the rows that were kept, in the order in which the run saw them.
+    """Yield the kept rows in the order in which the run wrote them.
 
     Raise ValueError on rows of another layout: they were written by another version of ddpdebug.
     """
@@ -272,7 +272,7 @@ def read_rows(directory: Path) -> Iterator[Row]:
 
 
 def numbered_rows(directory: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the kept rows with their numbers in the run: a gap in the numbers is where rows were not kept."""
+    """Yield the kept rows with their numbers in the run; a gap in the numbers means rows that were deleted."""
     for path in segment_paths(directory / STEPS):
         with path.open("rb") as file:
             head = file.read(_HEADER.size)
@@ -292,7 +292,7 @@ def numbered_rows(directory: Path) -> Iterator[tuple[int, Row]]:
 
 
 def read_newest(directory: Path, count: int) -> list[Row]:
-    """Return at most the `count` newest rows that lie in the newest file, oldest first; cheap however long the run."""
+    """Return at most the `count` newest rows of the newest file, oldest first; its cost does not grow with the run."""
     paths = segment_paths(directory / STEPS)
     if not paths:
         return []
@@ -307,7 +307,7 @@ def read_newest(directory: Path, count: int) -> list[Row]:
 
 
 def numbered_steps(directory: Path) -> Iterator[tuple[int, Step]]:
-    """Yield the kept steps, rows only, in the order in which they were judged, each with the number of its first row.
+    """Yield the kept steps (rows only) in the order in which they were judged, with the number of their first row.
 
     Raises:
         ValueError: this is not the directory of a run, or its rows have the layout of another version.
@@ -328,7 +328,7 @@ def numbered_steps(directory: Path) -> Iterator[tuple[int, Step]]:
 
 
 def read_steps(directory: Path) -> Iterator[Step]:
-    """Yield the same steps without the numbers."""
+    """Yield the kept steps in the order in which they were judged."""
     return (step for _, step in numbered_steps(directory))
 
 
@@ -345,7 +345,7 @@ def read_observations(directory: Path) -> Iterator[Observed]:
 
 
 def last_state(step: Step) -> dict[str, Any]:
-    """Return the record of a comparison after the last step (`Flag.LAST_STATE`): digests in hexadecimal, by rank."""
+    """Return the record of the comparison after the last step (`Flag.LAST_STATE`): digests in hexadecimal, by rank."""
     rows = {
         str(rank): {"flags": row.flags, **{name: f"{getattr(row, name):016x}" for name in _LAST_STATE}}
         for rank, row in step.rows.items()
@@ -355,7 +355,7 @@ def last_state(step: Step) -> dict[str, Any]:
 
 
 def chosen_of(step: Step) -> dict[str, Any]:
-    """Return the record of what a step's rows stand for, where they are chosen ones or might be taken for these."""
+    """Return the record of the ranks that a step's chosen rows stand for."""
     if not step.chosen:
         return {"chosen": False}
     kinds = {str(lowest): _set_text(ranks) for lowest, ranks in step.kinds.items()}
@@ -364,7 +364,7 @@ def chosen_of(step: Step) -> dict[str, Any]:
 
 
 def with_chosen(step: Step, about: Mapping[str, Any]) -> Step:
-    """Return a step whose rows stand for what the record says; as it is where that is malformed."""
+    """Return a step whose rows stand for the recorded ranks; the step as it is if the record is malformed."""
     if about.get("chosen") is not True:
         return replace(step, chosen=False)
     try:
@@ -398,7 +398,7 @@ def _ranks_of(text: str, world: int) -> frozenset[int]:
 
 
 def read_last_state(payload: Mapping[str, Any], world: int) -> Step | None:
-    """Return the step from the record that `last_state` made; None where it is malformed."""
+    """Return the step from a record of `last_state`; None if it is malformed."""
     try:
         step, optimizer, rows = int(payload["step"]), int(payload["optimizer"]), {}
         for rank, told in payload["rows"].items():

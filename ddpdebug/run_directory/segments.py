@@ -1,4 +1,4 @@
-"""Segmented append-only files with a cap on their size: the first segment and the newest ones stay. Torch-free."""
+"""Segmented append-only files with a size limit: the first segment and the newest ones stay. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def segment_paths(first: Path) -> list[Path]:
 
 
 class Segments:
-    """Appends records to numbered files; when all together exceed `cap` bytes the oldest but the first is deleted.
+    """Appends records to numbered files; beyond `cap` bytes in all, the oldest file but the first is deleted.
 
     A record is handed to the operating system at once, so that it survives the death of the process, and never spans
     two files.
@@ -58,7 +58,7 @@ class Segments:
         self._file: Kept | None = None
 
     def append(self, record: bytes, *, must: bool = False) -> str | None:
-        """Write one record; return why not where it was left out, and raise OSError where writing fails.
+        """Write one record; return the reason if it was left out, and raise OSError if writing fails.
 
         After a failure nothing of the record is there, and the next one may be tried. What `must` be written is tried
         even where the room is left to the job.

@@ -1,4 +1,4 @@
-"""The writer of the run directory: rank 0 the shared files, every rank its own under `ranks/<rank>/`. Torch-free.
+"""The writer of the run directory: rank 0 writes the shared files, every rank those in `ranks/<rank>/`. Torch-free.
 
 Where the run cannot begin (a read-only directory), `write` raises OSError and the fan-out switches this sink off.
 Later, what cannot be written is left out and said once; findings and how the run ended are tried again to the last.
@@ -37,7 +37,7 @@ _BALLAST = 64 << 10
 
 
 class RunDirectory:
-    """A sink that keeps the run on disk. Writes from one thread at a time.
+    """The sink that writes the run directory. Called by one thread at a time.
 
     Args:
         disk: says whether there is room, and makes the files.
@@ -74,7 +74,7 @@ class RunDirectory:
         self._said: set[str] = set()
 
     def write(self, record: Record) -> None:
-        """Write one record; raise OSError when the directory cannot be begun."""
+        """Write one record; raise OSError if the directory cannot be made."""
         match record:
             case RunStarted():
                 self._start(record)
@@ -257,13 +257,13 @@ class RunDirectory:
 
 
 class OwnFindings:
-    """A sink that keeps findings in a rank's own folder, where rank 0, whose the shared file is, cannot write."""
+    """The sink that writes findings to a rank's own folder, when rank 0 cannot write the shared file."""
 
     def __init__(self, directory: Path, rank: int, disk: Disk) -> None:
         self._file, self._disk = directory / files.RANKS / str(rank) / files.FINDINGS, disk
 
     def write(self, record: Record) -> None:
-        """Write a finding; the newest line of one is what counts."""
+        """Append a finding; of several lines about one finding the newest counts."""
         if isinstance(record, FindingRaised):
             self._disk.append(self._file, _line(record.finding.to_json()))
 

@@ -1,1 +1,1 @@
-"""What crosses a border, free of torch: rows, steps, details, announcements, findings."""
+"""The data that crosses process or file borders, free of torch: rows, steps, details, announcements, findings."""

@@ -1,4 +1,4 @@
-"""What ranks announce to each other unasked, once each, topic by topic. Torch-free.
+"""Announcements: facts that ranks send to each other unasked, once each, by topic. Torch-free.
 
 A rank announces what it has learned; the rules compare it. On the wire and in `observations.jsonl` an announcement is a
 topic and a JSON value; `:<k>` behind the topic says which of several things of one kind it is about (the k-th DDP, the
@@ -19,7 +19,7 @@ from ddpdebug.schema.wire import Struct, called, from_json
 
 
 class Scope(Enum):
-    """Whose announcements of a topic are judged together."""
+    """The ranks whose announcements of a topic are judged together."""
 
     ALL_RANKS = "those of all ranks, once all have spoken: the n-th of each with each other"
     SHARED = "those of the ranks that have spoken within a step of each other"
@@ -28,7 +28,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement(Struct):
-    """A fact that one rank sends to the others: its loader, its loss, how it ended.
+    """A fact that one rank sends to the others: its loader, its loss, the reason of its end.
 
     Attributes:
         topic: the name on the wire and in files, without number.
@@ -40,14 +40,14 @@ class Announcement(Struct):
 
 
 class Announce(Protocol):
-    """Sends to all ranks; `number` is that of the DDP, the loader, ... that an announcement is about."""
+    """Sends an announcement to all ranks; `number` is that of its subject: a DDP, a loader, ..."""
 
     def __call__(self, announcement: Announcement, number: int | None = None) -> None:
         """Announce it."""
 
 
 def topic_text(announcement: Announcement, number: int | None = None) -> str:
-    """Return the topic as it is sent."""
+    """Return the topic of an announcement as it is sent, with its number."""
     return announcement.topic if number is None else f"{announcement.topic}:{number}"
 
 
@@ -79,7 +79,7 @@ class InitialValues(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperGroup(Announcement):
-    """The ranks over which the k-th DDP reduces."""
+    """The ranks over which the k-th DDP reduces gradients."""
 
     topic: ClassVar[str] = "group"
 
@@ -89,7 +89,7 @@ class WrapperGroup(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlace(Announcement):
-    """Where a rank stands on the meshes of the DTensors that the k-th optimizer steps, and what it shares with whom.
+    """The place of a rank on the meshes of the k-th optimizer's DTensors, and the ranks that share its parts.
 
     Args:
         places: dimension of a mesh -> this rank's coordinate on it, and its size.
@@ -138,7 +138,7 @@ class Constants(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberChange(Struct):
-    """How a plain number that a module computes with has changed from outside of its forward."""
+    """A change, outside of the forward, of a plain number in a module."""
 
     was: float
     value: float  # now
@@ -210,7 +210,7 @@ class Loader(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitedLoader(Announcement):
-    """The DataLoader for which training has waited longest of late, once that is clearly another one."""
+    """The DataLoader for which training has recently waited longest, once that is clearly another one."""
 
     topic: ClassVar[str] = "awaited"
 
@@ -220,7 +220,7 @@ class AwaitedLoader(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnded(Announcement):
-    """The k-th DataLoader has come to the end of an IterableDataset, whose length nobody knew."""
+    """The k-th DataLoader has reached the end of an IterableDataset of unknown length."""
 
     topic: ClassVar[str] = "alone:stream"
     scope: ClassVar[Scope] = Scope.ALONE
@@ -234,7 +234,7 @@ class StreamEnded(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedOrder(Announcement):
-    """A loader whose sampler drew the same indices in two passes that were trained on, in an order of its own.
+    """A user's sampler drew the same indices in two training passes, in an order other than the natural one.
 
     Told of samplers of the user's own, once: what torch's does is in `Loader`.
     """
@@ -252,7 +252,7 @@ class RepeatedOrder(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedNumbers(Announcement):
-    """Torch's generators were in the same state at the beginnings of several epochs, and training draws from them."""
+    """Torch's generators were in the same state at the start of several epochs, and training draws from them."""
 
     topic: ClassVar[str] = "alone:numbers"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -265,7 +265,7 @@ class RepeatedNumbers(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items(Announcement):
-    """What the k-th DataLoader has delivered in an epoch for some fixed indices, the same on all ranks."""
+    """The items that the k-th DataLoader delivered in an epoch for some fixed indices, the same on all ranks."""
 
     topic: ClassVar[str] = "items"
 
@@ -278,7 +278,7 @@ class Items(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedDeliveries(Announcement):
-    """How many of a loader's batches were the same as the one that it had delivered before; with its first ones.
+    """The number of a loader's batches that were equal to the one delivered before, with the first ones.
 
     Or that all indices that it has drawn for training are a few of the data set.
     """
@@ -299,7 +299,7 @@ class RepeatedDeliveries(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut(Announcement):
-    """Batches at the beginning of each epoch that a loader has delivered and that no step was taken with."""
+    """Batches at the start of each epoch that a loader delivered and that no step was trained on."""
 
     topic: ClassVar[str] = "alone:left-out"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -312,7 +312,7 @@ class LeftOut(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputStatistics(Announcement):
-    """What the k-th DDP's first layer with weights was given in its first training forwards."""
+    """Statistics of the inputs of the k-th DDP's first layer with weights, in its first training forwards."""
 
     topic: ClassVar[str] = "inputs"
 
@@ -328,7 +328,7 @@ class InputStatistics(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationInputs(Announcement):
-    """What that layer was given in the first evaluation forwards of the k-th DDP, beside what it had been given."""
+    """Statistics of that layer's inputs in the k-th DDP's first evaluation forwards, beside those in training."""
 
     topic: ClassVar[str] = "evaluated"
 
@@ -347,7 +347,7 @@ DrawingPlace = Literal["loop", "loading", "forward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws(Struct):
-    """What one generator was drawn from in one part of each of the last checked steps."""
+    """The draws from one generator in one part of each of the last checked steps."""
 
     place: Literal[
         "loop", "loading", "forward"
@@ -360,7 +360,7 @@ class Draws(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input(Struct):
-    """A tensor that a DDP's forward was given."""
+    """An input tensor of a DDP's forward."""
 
     digest: str
     rows: int  # length of the first dimension
@@ -370,7 +370,7 @@ class Input(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingLine(Struct):
-    """A call in the training loop whose name says that it draws random numbers, from no generator of its own."""
+    """A call in the training loop whose function draws random numbers by its name, without a generator of its own."""
 
     location: str
     function: str
@@ -380,7 +380,7 @@ class DrawingLine(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomDraws(Announcement):
-    """What the loop has drawn in each of many checked steps; said again after four times as many."""
+    """The training loop's draws in each of many checked steps; announced again after four times as many."""
 
     topic: ClassVar[str] = "draws"
 
@@ -393,7 +393,7 @@ class RandomDraws(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets(Announcement):
-    """The targets of a rank's losses so far, where each was one loss function; said again after twice as many."""
+    """The targets of a rank's losses so far, if each was one loss function; announced again after twice as many."""
 
     topic: ClassVar[str] = "targets"
 
@@ -417,7 +417,7 @@ LOSS_FUNCTIONS = "loss functions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings(Announcement):
-    """What the k-th loss of a program was made with, each time since it was told last."""
+    """The settings of the k-th loss of a program that were constant since the last announcement."""
 
     topic: ClassVar[str] = "loss_settings"
 
@@ -433,7 +433,7 @@ class LossSettings(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Announcement):
-    """The n-th list of tensors that were gathered from all ranks without a gradient, before a backward."""
+    """The n-th list of tensors gathered from all ranks without a gradient, before a backward."""
 
     topic: ClassVar[str] = "gathered"
 
@@ -443,7 +443,7 @@ class Gathered(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement(Announcement):
-    """Digests of the model, fed the n-th batch that `agree` was given."""
+    """Digests of the model's weights and of its output for the n-th batch given to `agree`."""
 
     topic: ClassVar[str] = "agreement"
 
@@ -454,7 +454,7 @@ class Agreement(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalence(Announcement):
-    """How far the ranks train like one process; by `ddpdebug equivalence` only, see ci/equivalence.py."""
+    """The measured difference between the ranks and one process; by `ddpdebug equivalence` only (ci/equivalence.py)."""
 
     topic: ClassVar[str] = "equivalence"
 
@@ -481,7 +481,7 @@ class Equivalence(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place(Announcement):
-    """Where a rank runs, at the start; nothing is judged by it."""
+    """The node and address of a rank, sent at the start; no rule judges it."""
 
     topic: ClassVar[str] = "place"
 
@@ -492,7 +492,7 @@ class Place(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device(Announcement):
-    """The GPU of a rank, with its first step there; nothing is judged by it."""
+    """The GPU of a rank, sent with its first step there; no rule judges it."""
 
     topic: ClassVar[str] = "place"
 
@@ -502,7 +502,7 @@ class Device(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedGrowth(Struct):
-    """Memory that grows on purpose."""
+    """Memory that is meant to grow."""
 
     what: str
     bytes: int | None = None  # at most; None: without a limit
@@ -520,7 +520,7 @@ class DeclaredGrowth(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Announcement):
-    """The last thing that a rank says."""
+    """The last announcement of a rank."""
 
     topic: ClassVar[str] = "end"
 
@@ -535,7 +535,7 @@ _MAX_REASONS, _MAX_TEXT = 16, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoverage(Announcement):
-    """What was looked at on one rank: its own account.
+    """The coverage of one rank, by its own account.
 
     Args:
         steps: optimizer steps whose row it made.
@@ -572,12 +572,12 @@ class RankCoverage(Announcement):
 
     @property
     def remarkable(self) -> bool:
-        """Whether there is something to say about this rank."""
+        """Whether the account contains something to report."""
         return bool(self.unwatched or self.left_out or self.off or self.children or self.by_hand or self.replayed)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCoverage:
-        """Read an account from anywhere; raise ValueError on anything else."""
+        """Parse a rank's coverage from untrusted JSON; raise ValueError if it is malformed."""
         counts = ["rank", "steps", "made", "by_hand", "backwards", "wrappers", "parameters", "children"]
         counts += ["evaluations", "replayed"]
         try:
@@ -596,7 +596,7 @@ class RankCoverage(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutBackward(Struct):
-    """A backward that an exception has ended, which the script has caught."""
+    """A backward that was ended by an exception which the script caught."""
 
     error: str  # class and text
     step: int | None = None
@@ -605,7 +605,7 @@ class CutBackward(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Announcement):
-    """A rank that ends with an exception."""
+    """The exception that ends a rank."""
 
     topic: ClassVar[str] = "alone:failure"
     scope: ClassVar[Scope] = Scope.ALONE
@@ -625,7 +625,7 @@ class Failure(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryState(Announcement):
-    """What a rank uses as an allocation fails on another one; see forensics/memory/oom.py. Sizes in bytes."""
+    """The memory use of a rank while an allocation fails on another one; see forensics/memory/oom.py. In bytes."""
 
     topic: ClassVar[str] = "alone:memory"
     scope: ClassVar[Scope] = Scope.ALONE
@@ -657,7 +657,7 @@ class MemoryState(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationFailure(MemoryState):
-    """A rank's failed allocation and what filled the memory then."""
+    """A rank's failed allocation, and the use of memory at that moment."""
 
     failed: Literal[True] = True  # type: ignore[assignment]  # what tells the two apart
     module: str | None = None  # path
@@ -671,7 +671,7 @@ class AllocationFailure(MemoryState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput(Announcement):
-    """What a loss for logits, or for log probabilities, was given, as its autograd graph shows; once for each line."""
+    """The origin of the input of a loss for logits, or for log probabilities, from its graph; once for each line."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -689,7 +689,7 @@ class LossInput(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRange(Announcement):
-    """Between what the targets of a binary loss lie; once for each line, and for each range in whole numbers."""
+    """The range of a binary loss's targets; once for each line, and for each range in whole numbers."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -704,7 +704,7 @@ class TargetRange(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetCases(Announcement):
-    """Targets of a loss with one case for 1 and one for -1 that are neither; once for each line."""
+    """Targets other than 1 and -1 of a loss that has one case for each; once for each line."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -719,7 +719,7 @@ class TargetCases(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBroadcast(Announcement):
-    """A loss in which predictions and what they met were spread over a larger table; once for each line and form."""
+    """A loss whose predictions and targets were broadcast to a larger shape; once for each line and form."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -736,7 +736,7 @@ class LossBroadcast(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxOfOne(Announcement):
-    """A softmax over a single entry in a loss, which is constant whatever it is given; at the first loss of a line."""
+    """A softmax over a single entry in a loss, which is constant for any input; at the first loss of a line."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -750,7 +750,7 @@ class SoftmaxOfOne(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialLoss(Announcement):
-    """The first loss of a run, of a classifier."""
+    """The first loss of a run of a classifier."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -764,7 +764,7 @@ class InitialLoss(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelCounts(Announcement):
-    """How often each class was among the labels of a whole run."""
+    """The number of labels of each class over a whole run."""
 
     topic: ClassVar[str] = "alone:loss"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -784,7 +784,7 @@ class LabelCounts(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingParameters(Announcement):
-    """Parameters that get gradients and that no optimizer has; see probes/training_loop/parameter_ownership.py."""
+    """Parameters that get gradients but belong to no optimizer; see probes/training_loop/parameter_ownership.py."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -799,7 +799,7 @@ class MissingParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedParameters(Announcement):
-    """Parameters that need no gradient, got none, and that a step has changed; see training_loop/frozen_moves.py."""
+    """Parameters that need no gradient, got none, and were changed by a step; see training_loop/frozen_moves.py."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -828,7 +828,7 @@ class LeftInWeights(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
-    """What is frozen as an optimizer steps: how much of what it was built to train, the output layer, all but norms."""
+    """The frozen parameters at an optimizer step: their share of the optimizer's, the output layer, all but norms."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -844,7 +844,7 @@ class FrozenParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetachedParameters(Announcement):
-    """Parameters behind a place where the forward cuts its graph."""
+    """Parameters that get no gradient, because the forward detaches its graph after them."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -858,7 +858,7 @@ class DetachedParameters(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnregisteredParameters(Announcement):
-    """Parameters that the model computes with and that neither a model nor an optimizer has."""
+    """Parameters in the model's computation that belong to no model and no optimizer."""
 
     topic: ClassVar[str] = "alone:audit"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -883,7 +883,7 @@ class AddedMask(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoGradPart(Struct):
-    """A module that ran without gradients, of whose parameters none got one."""
+    """A module that ran without gradients, none of whose parameters got one."""
 
     path: str
     names: tuple[str, ...] = ()  # of its parameters
@@ -895,7 +895,7 @@ class NoGradPart(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoGradParts(Announcement):
-    """The largest modules that the first forward ran without gradients, where its optimizer has their parameters.
+    """The largest modules that ran without gradients in the first forward, although an optimizer has their parameters.
 
     None of these has got a gradient since then, and none was frozen.
     """
@@ -910,7 +910,7 @@ class NoGradParts(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainModeValidation(Announcement):
-    """Forwards that ran in another mode than such are to run in: without gradients, or of a model beside the trained.
+    """Forwards in the wrong mode: those without gradients, or those of a model beside the trained one.
 
     Args:
         beside: "stays" is a model that nobody changes and that runs in train mode, "follows" one that is written as an
@@ -933,7 +933,7 @@ class TrainModeValidation(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutCall(Struct):
-    """A call of a dropout function, as the source has it, or of what draws the noise of one that is written by hand."""
+    """A call of a dropout function in the source, or of the noise function of a hand-written dropout."""
 
     function: str  # "dropout", or "randn_like" and others where noise is added or a mask multiplied
     p: float | None = None  # None: the source does not say
@@ -943,7 +943,7 @@ class DropoutCall(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingModule(Struct):
-    """A module whose own code has drawn random numbers, and the dropout functions that its source calls."""
+    """A module whose own code drew random numbers, and the dropout functions in its source."""
 
     path: str
     class_name: str = field(metadata=called("class"))
@@ -954,7 +954,7 @@ class DrawingModule(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalDraws(Announcement):
-    """Who has drawn random numbers in a forward of a model in eval mode, once; see training_loop/eval_dropout.py."""
+    """The modules that drew random numbers in a forward in eval mode, once; see training_loop/eval_dropout.py."""
 
     topic: ClassVar[str] = "alone:chance"
     scope: ClassVar[Scope] = Scope.SHARED
@@ -966,7 +966,7 @@ class EvalDraws(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedSchedule(Announcement):
-    """A scheduler and how often it was stepped: never, or so often that its length is reached early, or not at all.
+    """A scheduler that was never stepped, or so often that it reaches its end too early or not at all.
 
     Told of one that nothing had stepped when the run came to its end, or whose length was counted in another unit.
     """
@@ -988,7 +988,7 @@ class UnusedSchedule(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored(Announcement):
-    """What a load has restored, or an optimizer begins with; see training_loop/resume.py.
+    """The state that a load restored, or that an optimizer begins with; see training_loop/resume.py.
 
     Args:
         kind: names that have not fitted, parameters that were overwritten since, a load of what the model has anyway,
@@ -1015,7 +1015,7 @@ class Restored(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChange(Announcement):
-    """What another token has changed in a model whose targets are the tokens that it is given.
+    """The effect of another token on a model whose targets are its own input tokens.
 
     See forensics/target_leak.py. Changes are shares of the largest value of the same tensor.
     """
@@ -1041,7 +1041,7 @@ class TokenChange(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationLine(Announcement):
-    """The line whose losses without gradients, in eval mode, are the validation loss from here on.
+    """The line whose losses, without gradients and in eval mode, are the validation loss from now on.
 
     Said again when another line takes its place.
     """
@@ -1061,7 +1061,7 @@ class ValidationLine(Announcement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang(Announcement):
-    """Ranks wait and do not get what they wait for, as one rank has judged it; see progress/waits.py.
+    """A hang: ranks wait in vain, as judged by one rank; see progress/waits.py.
 
     Args:
         kind: the ranks that are waited for have left, or have made other calls, or wait in a circle, or give no sign,
@@ -1184,18 +1184,18 @@ TOPICS = _by_topic(
 
 
 def kinds_of(topic: str) -> tuple[type[Announcement], ...]:
-    """Return the classes of a topic as it was sent, with its number; none of one that this version does not know."""
+    """Return the classes of a topic, given with its number as it was sent; empty for an unknown topic."""
     name, _, number = topic.rpartition(":")
     return TOPICS.get(topic) or (TOPICS.get(name, ()) if number.isdecimal() else ())
 
 
 def scope_of(topic: str) -> Scope:
-    """Return with whose announcements those of a topic are compared."""
+    """Return the scope of a topic: the ranks whose announcements are judged together."""
     return next((kind.scope for kind in kinds_of(topic)), Scope.ALL_RANKS)
 
 
 def read_announcement(topic: str, value: Any) -> Announcement | None:
-    """Return the announcement that a topic and a JSON value hold; None where it is malformed, or of no known topic."""
+    """Return the announcement from a topic and a JSON value; None if it is malformed or the topic is unknown."""
     for kind in kinds_of(topic):
         if (found := from_json(kind, value)) is not None:
             return found
@@ -1203,7 +1203,7 @@ def read_announcement(topic: str, value: Any) -> Announcement | None:
 
 
 def table_items(value: object, most: int = _MAX_REASONS) -> list[tuple[str, Any]]:
-    """Return the first items of a table, none of None; raise TypeError on anything else."""
+    """Return the first items of a table, an empty list for None; raise TypeError for anything else."""
     if value is None:
         return []
     if not isinstance(value, Mapping):
@@ -1212,5 +1212,5 @@ def table_items(value: object, most: int = _MAX_REASONS) -> list[tuple[str, Any]
 
 
 def short(value: object) -> str:
-    """Return a text from a job, cut where it is long."""
+    """Return a text from a job, cut if it is long."""
     return str(value)[:_MAX_TEXT]

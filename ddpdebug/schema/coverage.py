@@ -1,4 +1,4 @@
-"""What a run looked at and what it did not: the record, its gaps, and their words. Pure and torch-free.
+"""The coverage of a run: checks that were made and checks that were not, with texts. Pure and torch-free.
 
 Having no findings means something only where something was looked at. `RankCoverage` is one rank's own account,
 `Tally` counts what the ranks' rows say together, `Coverage` joins them, and `Coverage.gaps` are the things that nobody
@@ -25,7 +25,7 @@ _REDUCED = ("grads_digest", "foreign_grads_digest")
 
 
 class Weight(IntEnum):
-    """How much a gap takes from the words *no findings*."""
+    """The weight of a gap against the verdict *no findings*."""
 
     NOTE = 0  # they stand: it was left out on purpose, or only explains
     PART = 1  # something that is normally checked was not
@@ -34,7 +34,7 @@ class Weight(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Something that was not checked: `part` is one of `PARTS`, `text` says what and why, `action` what to do."""
+    """A missing check: `part` is one of `PARTS`, `text` says what is not checked and why, `action` the remedy."""
 
     part: str
     weight: Weight
@@ -43,7 +43,7 @@ class Gap:
 
     @property
     def words(self) -> str:
-        """What is not checked, and of the gravest kind what to do about it."""
+        """The text of the gap, with its remedy if the gap is of the gravest kind."""
         return f"{self.text}; {self.action}" if self.action and self.weight is Weight.ESSENTIAL else self.text
 
 
@@ -116,13 +116,13 @@ _OTHERS: tuple[tuple[str, str, Weight], ...] = (
 
 
 def kind_of(part: str) -> tuple[str, Weight]:
-    """Return what a part of ddpdebug looks at, one of `PARTS`, and the weight of its absence."""
+    """Return the subject of a part of ddpdebug, one of `PARTS`, and the weight of its absence."""
     return _KINDS.get(part) or next((about, weight) for words, about, weight in _OTHERS if part.startswith(words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What a run has looked at so far.
+    """The coverage of a run so far.
 
     Args:
         world: ranks that the run has.
@@ -164,19 +164,19 @@ class Coverage:
 
     @property
     def compared_now(self) -> int:
-        """The ranks that are compared at this time: none once they cannot be any more, one in a world of one."""
+        """The number of ranks compared at present: 0 once that is impossible, 1 in a world of one."""
         if self.world == 1:
             return min(1, self.steps)
         return 0 if self.apart else self.compared
 
     @property
     def steps(self) -> int:
-        """The most optimizer steps that a rank has seen."""
+        """The largest number of optimizer steps that a rank has seen."""
         return max((rank.steps for rank in self.ranks), default=0)
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """What is not checked, the gravest first; before `certain` it may only not have begun yet."""
+        """The missing checks, the gravest first; before `certain` some may only not have begun."""
         found = [
             *self._step_gaps(),
             *self._replay_gaps(),
@@ -190,12 +190,12 @@ class Coverage:
 
     @property
     def missed(self) -> tuple[Gap, ...]:
-        """The gaps that forbid to say *clean*."""
+        """The gaps that rule out the verdict *clean*."""
         return tuple([gap for gap in self.gaps if gap.weight > Weight.NOTE])
 
     @property
     def complete(self) -> bool | None:
-        """Whether everything was checked that normally is; None while it is too early to say."""
+        """Whether all usual checks were made; None while it is too early to decide."""
         return not self.missed if self.certain or self.ended else None
 
     def line(self) -> str:
@@ -211,12 +211,12 @@ class Coverage:
         return f"{self.compared} of {_counted(self.world, 'rank')} compared, steps {self.since} to {self.until}"
 
     def beside(self, codes: Iterable[str]) -> Coverage:
-        """Return what is known beside findings with these codes: one about ranks says itself how they differ."""
+        """Return the coverage beside findings with these codes: a RANK or SYNC finding itself says how ranks differ."""
         return replace(self, own=self.own and not any(code.startswith(("RANK", "SYNC")) for code in codes))
 
     @property
     def sharding(self) -> str:
-        """What is compared where parameters are sharded, in words; empty where none are known to be."""
+        """The comparison of sharded parameters, in words; empty if none are sharded."""
         return next((rank.sharding for rank in self.ranks if rank.sharding), "")
 
     # --- gaps ---------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Coverage:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON values, with its line and its gaps in words."""
+        """Return the coverage as JSON values, with its summary line and its gaps in words."""
         record = asdict(self)
         shown = [rank for rank in self.ranks if self.world <= MAX_RANKS or rank.remarkable][:MAX_RANKS]
         record["ranks"] = {str(rank.rank): asdict(rank) for rank in shown}
@@ -345,7 +345,7 @@ class Coverage:
 
     @classmethod
     def from_json(cls, record: object) -> Coverage | None:
-        """Read a record from anywhere; None where it is none."""
+        """Parse a coverage from untrusted JSON; None if it is malformed."""
         if not isinstance(record, Mapping):
             return None
         try:
@@ -376,7 +376,7 @@ _APART = "start every rank with ddpdebug, and let the nodes reach each other's p
 
 
 class Tally:
-    """What the rows of the ranks say together, counted step by step."""
+    """The coverage by the rows of all ranks, counted step by step."""
 
     def __init__(self, world: int) -> None:
         #: Fields of `Coverage`, replaced as a whole: another thread may read them.
@@ -425,7 +425,7 @@ class Tally:
         certain: bool = False,
         ended: bool = False,
     ) -> Coverage:
-        """Return the joined record.
+        """Return the coverage from rows and the ranks' own accounts.
 
         Args:
             ranks: their own accounts; what the rows say of the others is added.
@@ -449,7 +449,7 @@ class Tally:
 
 
 def counted_off(coverage: Coverage) -> dict[str, int]:
-    """Return how many gaps there are about each of `PARTS` that has some, without what is left out on purpose."""
+    """Return the number of gaps for each of `PARTS` that has some, without intended ones."""
     counts: dict[str, int] = {}
     for gap in coverage.missed:
         counts[gap.part] = counts.get(gap.part, 0) + 1

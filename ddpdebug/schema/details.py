@@ -1,4 +1,4 @@
-"""The details of one step that ranks send to each other on suspicion, kind by kind. Torch-free.
+"""Details of one step that ranks send to each other on request, by kind. Torch-free.
 
 A rank builds the answer from what it kept of its recent steps (`monitor/details.py`); it travels as JSON in the
 exchange's variable part and lies in `observations.jsonl`. `DETAILS` has the classes by kind; `wire.py` says how they
@@ -32,7 +32,7 @@ D = TypeVar("D", bound=Detail)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Struct):
-    """A `load_state_dict` since the step before."""
+    """A `load_state_dict` since the previous step."""
 
     what: str  # class of the module or optimizer that was loaded
     location: str | None = None
@@ -124,7 +124,7 @@ class Modes(Detail):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica(Struct):
-    """A module outside DDP that is a copy of something: an EMA, a teacher."""
+    """A module outside DDP that is a copy of a model: an EMA, a teacher."""
 
     digest: str  # of all its tensors
     tensors: Mapping[str, str] = field(default_factory=dict)  # digests of parameters and buffers
@@ -147,7 +147,7 @@ class Replicas(Detail):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass(Struct):
-    """A backward that no forward of the wrapper has led to: the inner module was called."""
+    """A backward without a forward of the DDP wrapper: the inner module was called directly."""
 
     location: str | None = None  # of that call, once it was made again; before, of the backward
 
@@ -172,7 +172,7 @@ class Clip(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract(Detail):
-    """What DDP asks of the code, and how this rank's code kept to it around a step."""
+    """The requirements of DDP, and this rank's use of DDP around a step."""
 
     kind: ClassVar[str] = "contract"
 
@@ -286,7 +286,7 @@ class NonfiniteParameters(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearLimit(Struct):
-    """A number in 16 bits that comes near the largest of its type."""
+    """A 16-bit number near the largest one of its dtype."""
 
     module: str  # path, or "gradient of <parameter>"
     dtype: str
@@ -297,7 +297,7 @@ class NearLimit(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics(Detail):
-    """What was seen of non-finite numbers in a step."""
+    """The non-finite numbers seen in a step."""
 
     kind: ClassVar[str] = "numerics"
     may_be_empty: ClassVar[bool] = True
@@ -340,7 +340,7 @@ class Holder(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders(Detail):
-    """Who keeps tensors or graphs alive, of the one rank that searched (forensics/memory/holders.py)."""
+    """The holders of tensors or graphs, of the one rank that searched (forensics/memory/holders.py)."""
 
     kind: ClassVar[str] = "holders"
 
@@ -350,7 +350,7 @@ class Holders(Detail):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivation(Struct):
-    """Statistics of one module's output, or of its input where that is a functional activation.
+    """Statistics of one module's output, or of its input if that is a functional activation.
 
     Of the weights that a softmax makes in a module's own code nothing is told but the share at the end of their range.
     """
@@ -390,7 +390,7 @@ class LayerParameter(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStatistics(Detail):
-    """Statistics of a sampled step, of a bounded number of modules and parameters; nothing elsewhere."""
+    """Statistics of a sampled step, for a bounded number of modules and parameters; empty in other steps."""
 
     kind: ClassVar[str] = "layers"
     may_be_empty: ClassVar[bool] = True
@@ -411,7 +411,7 @@ class EvalForwards(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriedGradients(Struct):
-    """A step with gradients that are not its own: of the step before, of another loss, of one loss twice, ..."""
+    """A step with foreign gradients: of the step before, of another loss, of one loss counted twice, ..."""
 
     location: str | None = None
     #: "loss" or "twice"; "attack": of a loss that was to change the input; "again": of a forward that was computed
@@ -438,7 +438,7 @@ class SteppedTwice(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Struct):
-    """The micro-batches of a step, each of the mean of a loss, where together they are not one mean."""
+    """The micro-batches of a step whose mean losses do not add up to one mean."""
 
     micro_batches: int
     location: str | None = None
@@ -470,7 +470,7 @@ class ScheduledElsewhere(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledClip(Struct):
-    """Gradients that still carried the loss scale as they were clipped, or used; or a clipping that clips none."""
+    """Gradients that still carried the loss scale when clipped or used; or a clipping without effect."""
 
     location: str | None = None
     scale: float | None = None  # None where it is on a device
@@ -482,7 +482,7 @@ class ScaledClip(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(Detail):
-    """What the training loop did around a step, with the entries that a flag of the step asks for."""
+    """The training loop's actions around a step, with an entry for each flag that asks for one."""
 
     kind: ClassVar[str] = "recipe"
 
@@ -521,32 +521,32 @@ KINDS = tuple(DETAILS)
 
 
 def read_detail(kind: str, value: Any) -> Detail | None:
-    """Return the detail that a JSON value holds; None where it is malformed, empty or of no kind that we know."""
+    """Return the detail from a JSON value; None if it is malformed, empty or of an unknown kind."""
     return from_json(DETAILS[kind], value) if kind in DETAILS else None
 
 
 def hex_digest(value: int) -> str:
-    """Return a digest as it is written in details."""
+    """Return a digest in hexadecimal, as details contain it."""
     return f"{value:016x}"
 
 
 def part_name(name: str, part: str) -> str:
-    """Return the name of a part of a parameter, of which other ranks hold other parts."""
+    """Return the name of a part of a parameter whose other parts are on other ranks."""
     return f"{name} [{part}]"
 
 
 def whole_name(name: str) -> str:
-    """Return the name of the parameter that `part_name` was given."""
+    """Return the name of the whole parameter from that of a part."""
     return name.partition(" [")[0]
 
 
 def is_part(name: str) -> bool:
-    """Whether a name is that of a part of a parameter, which only some ranks hold."""
+    """Whether a name is that of a part of a parameter, held by some ranks only."""
     return whole_name(name) != name
 
 
 def differing_names(by_rank: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the names whose values are not equal on all ranks, in the order first seen.
+    """Return the names whose values are not equal on all ranks, in order of first appearance.
 
     Absent counts as a value; of a part of a parameter it means that other ranks hold it.
     """

@@ -1,4 +1,4 @@
-"""How a process has ended by its own account: typed in the code, one sentence in files and for people.
+"""The end of a process by its own account: typed in the code, one sentence in files and for people.
 
 The sentence is `RunEnded.reason`, and `reason` in `outcome.json`: "finished", "stopped" (after `--steps`),
 "interrupted" (Ctrl-C), "exception: <class>: <text>" or "hang: <code> <title>". Standard library only.
@@ -15,7 +15,7 @@ _CLASS = re.compile(r"(?:\w+\.)*(\w+)")
 
 
 class Kind(StrEnum):
-    """What has ended a process."""
+    """The kind of a process's end."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -36,12 +36,12 @@ class Ended(NamedTuple):
 
     @property
     def is_in_order(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the process ended as it should."""
         return self.kind in {Kind.FINISHED, Kind.STOPPED}
 
 
 def parse_end(reason: str) -> Ended:
-    """Return what a sentence says; `Kind.UNKNOWN` with the whole of it where it has none of the known forms."""
+    """Parse the sentence about an end; `Kind.UNKNOWN` with the whole sentence if it has none of the known forms."""
     word, _, text = reason.partition(": ")
     if reason in {Kind.FINISHED, Kind.STOPPED, Kind.INTERRUPTED}:
         return Ended(Kind(reason), text=reason)

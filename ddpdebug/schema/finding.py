@@ -1,4 +1,4 @@
-"""What ddpdebug concludes: the severity scale and the finding record. Torch-free."""
+"""The finding record and the severity scale. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNDECIDED = "undecided_between"
 
 
 class Severity(IntEnum):
-    """How bad a finding is; comparisons follow the order of gravity."""
+    """The severity of a finding; comparisons follow the order of gravity."""
 
     INFO = 0
     WARNING = 1
@@ -111,7 +111,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, line: str) -> Finding:
-        """Read a line of `findings.jsonl`; raise ValueError on anything else."""
+        """Parse a line of `findings.jsonl`; raise ValueError if it is malformed."""
         record = json.loads(line)
         if not isinstance(record, dict) or not _is_well_formed(record):
             raise ValueError(f"not a finding: {line[:80]!r}")
@@ -122,7 +122,7 @@ class Finding:
 
     @classmethod
     def read(cls, line: str) -> Finding | None:
-        """Read a line of a file that may be damaged; None for anything else than a finding."""
+        """Parse a line of a file that may be damaged; None if it is no finding."""
         try:
             return cls.from_json(line)
         except (ValueError, RecursionError):
@@ -150,7 +150,7 @@ def _is_well_formed(record: Mapping[str, Any]) -> bool:
 
 
 def strict_json(value: Any) -> str:
-    """Return a value as strict JSON on one line: what JSON lacks (NaN, infinity, any other object) becomes a text."""
+    """Return a value as strict JSON on one line: values that JSON lacks (NaN, infinity, other objects) become texts."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):  # seldom: the slow way
@@ -158,7 +158,7 @@ def strict_json(value: Any) -> str:
 
 
 def strict(value: Any) -> Any:
-    """Return a value as JSON: texts for NaN, infinities and what JSON lacks, lists for tuples and sets."""
+    """Return a value as JSON values: texts for NaN, infinities and other objects, lists for tuples and sets."""
     if isinstance(value, Struct):
         return strict(to_json(value))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Hangs that stand: one that ends a job is critical, and not over after a time of grace. Torch-free, no clock.
+"""Persistent hangs: those that end a job are critical and last beyond a time of grace. Torch-free, no clock.
 
 The verdict alone ends nothing. A process that was stopped is continued, a lock is given back, a debugger is left: such
 a hang is closed with its duration, and the job goes on. So who is asked to end a job (`--on-hang stop`, `check`) waits.
@@ -24,7 +24,7 @@ _MOST, _MAX_TEXT = 256, 600
 
 
 def is_hang(finding: Finding) -> bool:
-    """Whether a finding is about ranks that wait for others."""
+    """Whether a finding is about ranks that wait for others (`HANG...`)."""
     return finding.code.startswith("HANG")
 
 
@@ -34,7 +34,7 @@ def is_over(finding: Finding) -> bool:
 
 
 def stands(finding: Finding) -> bool:
-    """Whether a finding is a hang that goes on, as far as is known, and keeps the job from its end.
+    """Whether a finding is a hang that goes on, as far as known, and keeps the job from its end.
 
     A rank that is at work for very long is a warning, and never one.
     """
@@ -42,29 +42,29 @@ def stands(finding: Finding) -> bool:
 
 
 def grace(finding: Finding) -> float:
-    """Return the seconds for which a hang is left alone."""
+    """Return the seconds of grace of a hang, before a job may be ended for it."""
     may_end = finding.code == "HANG501" or finding.evidence.get("difference") == "unknown"
     return GRACE_SECONDS if may_end else SURE_GRACE_SECONDS
 
 
 def reason_of(finding: Finding) -> str:
-    """Return why a rank ends that leaves because of a hang, as `RunEnded` has it."""
+    """Return the reason, as `RunEnded` has it, of a rank that exits because of a hang."""
     return f"{Kind.HANG}: {finding.code} {finding.title}"
 
 
 def is_by_hang(reason: str) -> bool:
-    """Whether a rank has left because of a hang, by the reason of its end."""
+    """Whether a rank exited because of a hang, by the reason of its end."""
     return parse_end(reason).kind is Kind.HANG
 
 
 class Standing:
-    """Remembers since when each hang stands, by the clock of who asks."""
+    """The time since when each hang has persisted, by the caller's clock."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
 
     def due(self, findings: Iterable[Finding], now: float) -> Finding | None:
-        """Return the hang that has stood for its time of grace, the first of several; None where there is none."""
+        """Return the first hang that has outlasted its time of grace; None if there is none."""
         found = {name_of(finding): finding for finding in findings if stands(finding)}
         self._since = {name: self._since.get(name, now) for name in found}
         late = (name for name, finding in found.items() if now - self._since[name] >= grace(finding))
@@ -73,7 +73,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """Who waits for whom in a hang, in words; made of a finding that may come from anywhere.
+    """The waiting and the missing ranks of a hang, in words, from an untrusted finding.
 
     Args:
         waiting: rank -> the call that it waits in.
@@ -85,7 +85,7 @@ class Parties:
 
 
 def parties(finding: Finding, world: int) -> Parties:
-    """Return who waits for whom."""
+    """Return the waiting and the missing ranks of a hang."""
     return Parties(
         waiting=_by_rank(finding.evidence.get("waiting"), world),
         missing=_by_rank(finding.evidence.get("missing", finding.evidence.get("where")), world),
@@ -105,5 +105,5 @@ def _by_rank(value: object, world: int) -> dict[int, str]:
 
 
 def name_of(finding: Finding) -> str:
-    """Return what names a hang on all ranks: its judge and that one's number of it."""
+    """Return the identity of a hang on all ranks: its judge and the judge's number for it."""
     return str(finding.evidence.get("hang") or finding.id or finding.code)[:80]

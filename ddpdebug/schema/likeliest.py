@@ -1,4 +1,4 @@
-"""The order of a finding's causes and remedies: what its own evidence speaks for comes first. Torch-free."""
+"""The order of a finding's causes and remedies: those that its own evidence supports come first. Torch-free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOUDEST = "flipped bits"
 
 
 def likeliest_first(finding: Finding) -> tuple[list[str], list[str]]:
-    """Return the causes and the remedies of a finding in the order in which the finding speaks for them.
+    """Return the causes and the remedies of a finding, those with the most support in its evidence first.
 
     One may begin with tags: words in backticks, separated by commas, with a colon behind the last. A tag fits where it
     is the finding's phase, and where its words stand in the evidence (as the name of an entry, in a text, as an
@@ -46,7 +46,7 @@ def likeliest_first(finding: Finding) -> tuple[list[str], list[str]]:
 
 
 def fitting(finding: Finding) -> tuple[list[str], list[str]]:
-    """Return the same without tags, and without what belongs to others; all of them where nothing else is left."""
+    """Return the causes and remedies without tags, and without those for other evidence unless nothing else is left."""
     place = _places(finding)
 
     def kept(texts: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting in a step, and what that costs. Pure and torch-free.
+"""The slowest rank of a step, and the cost of its delay. Pure and torch-free.
 
 Ranks that train together move at the pace of the slowest. What a rank costs is what the step would have been shorter
 with the median of the others' times in the place of its own: the what-if definition of Lin et al., "Understanding
@@ -18,7 +18,7 @@ PHASES = tuple(Row().own_phases)
 
 
 def own_times(step: Step) -> dict[int, float]:
-    """Return rank -> the seconds of the step that were its own, of ranks whose time is known.
+    """Return rank -> the rank's own seconds in the step, for ranks with known times.
 
     The first step is nobody's pace: it has the start of the script and the compilation in it.
     """
@@ -27,13 +27,13 @@ def own_times(step: Step) -> dict[int, float]:
 
 
 def behind(own: Mapping[int, float]) -> dict[int, float]:
-    """Return rank -> the seconds by which it took longer than the median of the others; empty for one rank."""
+    """Return rank -> its seconds beyond the median of the others; empty for one rank."""
     ordered = sorted(own.values())
     return {rank: seconds - median_without(ordered, seconds) for rank, seconds in own.items() if len(own) > 1}
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of sorted values without one of them, which need not be looked for among many."""
+    """Return the median of sorted values without one of them, which is found by bisection."""
     at, half = bisect_left(ordered, value), (len(ordered) - 1) // 2
     high = ordered[half if half < at else half + 1]
     if len(ordered) % 2 == 0:
@@ -42,7 +42,7 @@ def median_without(ordered: Sequence[float], value: float) -> float:
 
 
 def costs(own: Mapping[int, float]) -> dict[int, float]:
-    """Return rank -> the seconds that a step would have been shorter with the others' median in its place.
+    """Return rank -> the seconds by which the step would be shorter if the rank took the others' median time.
 
     Only the slowest rank costs anything: 0 for all others, and empty for one rank.
     """

@@ -1,4 +1,4 @@
-"""How far a rank has come and what it waits for: what ranks send to each other while one of them waits. Torch-free.
+"""The progress and the waits of a rank: messages between ranks while one of them waits. Torch-free.
 
 Times are seconds. Those of `RankProgress.time` are of the monotonic clock of its host, and can be compared there only.
 """
@@ -38,7 +38,7 @@ _MOST_RANKS = 1 << 20
 
 
 def spans_of(ranks: Iterable[int]) -> str:
-    """Return ranks as a text that is short for many, also of one rank of each host: "0-1023", "3,8-120:8"."""
+    """Return ranks as a short text, also for one rank of each host: "0-1023", "3,8-120:8"."""
     return _spans(tuple(ranks))
 
 
@@ -61,7 +61,7 @@ def _spans(ranks: tuple[int, ...]) -> str:
 
 @lru_cache(maxsize=64)
 def ranks_in(text: str) -> tuple[int, ...]:
-    """Return the ranks of such a text.
+    """Parse the text of `spans_of` into a tuple of ranks.
 
     Raises:
         ValueError: it is none.
@@ -79,7 +79,7 @@ def ranks_in(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Struct):
-    """A collective, or a message from rank to rank, as a rank has issued it."""
+    """A collective, or a point-to-point message, as a rank issued it."""
 
     group: str  # name of the process group, the same on all ranks
     number: int  # among the collectives of its group, from 1
@@ -92,7 +92,7 @@ class Call(Struct):
     is_done: bool = False  # has completed on the rank
 
     def differs(self, other: Call) -> str | None:
-        """Say in what two ranks' calls with the same number differ that must be the same; None where they agree."""
+        """Return the property in which two ranks' calls with the same number wrongly differ; None if they agree."""
         if self.operation != other.operation:
             return "operation"
         if self.root is not None and other.root is not None and self.root != other.root:
@@ -106,7 +106,7 @@ class Call(Struct):
         return None
 
     def words(self, among: str = "") -> str:
-        """Say what was called, for people.
+        """Return the call in words.
 
         Args:
             among: who takes part, where that is to be said.
@@ -129,7 +129,7 @@ def _elements(shape: str) -> int | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress(Struct):
-    """What a rank's thread saw when it last looked at its own process."""
+    """The progress of a rank when its thread last observed its own process."""
 
     rank: int
     pid: int = 0
@@ -153,7 +153,7 @@ class RankProgress(Struct):
 
     @property
     def waiting(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether the rank waits for other ranks."""
         return bool(self.waits)
 
 
@@ -167,7 +167,7 @@ def note_of(  # noqa: PLR0913, PLR0917 - its fields
     location: str | None,
     shapes: tuple[str, ...],
 ) -> str:
-    """Return the line of a call: what `Noted.read` reads. Made for each call, so it is a function."""
+    """Return the line of a call for `Noted.read`. Made for each call, so it is a plain function."""
     named = "" if root is None else root
     place = "" if location is None else location[-_LOCATION:]
     about = f"{operation}\t{group}\t{number}\t{named}\t{step}\t{batches}\t{place}"
@@ -176,7 +176,7 @@ def note_of(  # noqa: PLR0913, PLR0917 - its fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """A line of a rank's black box: a call, or what else is worth knowing after its end.
+    """A line of a rank's black box: a call, or another event that matters after the rank's end.
 
     Args:
         call: its `number` is 0 where the group does not count it: messages, new groups, the end of the data.
@@ -189,7 +189,7 @@ class Noted:
 
     @classmethod
     def read(cls, text: str) -> Noted | None:
-        """Return what a line says; None where it is damaged."""
+        """Parse a line of a black box; None if it is damaged."""
         parts = text.split("\t")
         if len(parts) < _FIELDS:
             return None
@@ -208,5 +208,5 @@ class Noted:
             return None
 
     def words(self) -> str:
-        """Say what was called when, for people."""
+        """Return the call and its time in words."""
         return f"{self.call.words()}, step {self.step}, after {self.batches} batches"

@@ -1,4 +1,4 @@
-"""Questions of the rules about a step, to the ranks. Torch-free."""
+"""Detail requests of the rules to the ranks, about a step. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpdebug.schema.wire import Struct
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Struct):
-    """A question to some ranks about one of their recent steps."""
+    """A request to some ranks for a detail of one of their recent steps."""
 
     optimizer: int
     step: int

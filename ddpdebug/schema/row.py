@@ -1,4 +1,4 @@
-"""What a rank saw in one step: the fixed row, its flags and its encoding. Torch-free.
+"""The fixed row of a rank for one step, its flags and its encoding. Torch-free.
 
 The row is the only thing that every rank sends in every step that is watched. Its size does not depend on the model.
 Digests are 64-bit fingerprints; 0 means "not computed in this step". NaN in a float field means "not known". This file
@@ -23,7 +23,7 @@ CLASS_KINDS = ("params", "grads", "state")
 
 
 class Flag(IntFlag):
-    """Facts of one rank in one step that need no number."""
+    """Facts of one rank in one step, one bit each."""
 
     FIRST = 1  # the first row of this optimizer
     CHECKED = 2  # the sampled tier ran: the digests and checksums below are filled in
@@ -234,27 +234,27 @@ class Row(NamedTuple):
 
     @property
     def other_seconds(self) -> float:
-        """What the step took beyond loader, forward, backward, optimizer and collectives; NaN where that is unknown."""
+        """The step's time beyond loader, forward, backward, optimizer and collectives; NaN if unknown."""
         known = (self.data_seconds, self.forward_seconds, self.backward_seconds, self.optimizer_seconds)
         rest = self.step_seconds - sum(seconds for seconds in (*known, self.collective_seconds) if seconds >= 0)
         return rest if not rest < 0 else 0.0
 
     @property
     def wait_seconds(self) -> float:
-        """How long it waited for others, or moved data to and from them; where that is not known, all of backward."""
+        """The time spent waiting for other ranks or exchanging data with them; if unknown, all of backward."""
         waited = self.sync_wait_seconds if self.sync_wait_seconds >= 0 else self.backward_seconds
         return sum(seconds for seconds in (waited, self.collective_seconds) if seconds >= 0)
 
     @property
     def own_seconds(self) -> float:
-        """What the rank does by itself: the step without what it waits for others; NaN where that is not known."""
+        """The rank's own time: the step without the time spent waiting for others; NaN if unknown."""
         if not self.step_seconds >= 0 or not (self.sync_wait_seconds >= 0 or self.backward_seconds >= 0):
             return float("nan")
         return max(0.0, self.step_seconds - self.wait_seconds)
 
     @property
     def own_phases(self) -> dict[str, float]:
-        """The parts of `own_seconds`, in the order in which they come; those that are not known are 0."""
+        """The parts of `own_seconds`, in order; unknown ones are 0."""
         found = {
             "data": self.data_seconds,
             "forward": self.forward_seconds,
@@ -294,12 +294,12 @@ LAYOUT_VERSION = zlib.crc32((_format() + ",".join(Row._fields)).encode())
 
 
 def encode(row: Row) -> bytes:
-    """Return the `ROW_BYTES` bytes of `row`."""
+    """Encode a row as `ROW_BYTES` bytes."""
     return _STRUCT.pack(*row)
 
 
 def decode(data: bytes | memoryview, offset: int = 0) -> Row:
-    """Read the row at `offset`."""
+    """Decode the row at `offset`."""
     return Row._make(_STRUCT.unpack_from(data, offset))
 
 

@@ -1,4 +1,4 @@
-"""The state of a process of a run, its waits, and the outcome it came to, as metrics show them. Standard library only.
+"""The state, the waits and the outcome of a run's process, as metrics show them. Standard library only.
 
 The codes are fixed: dashboards and alerts map them to words. They are ordered so that the largest of a run's ranks is
 that of the run: a run is lost that has lost one rank, whatever the others came to.
@@ -24,7 +24,7 @@ RUN_KEY = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_.-]{1,40}", re.ASCII)
 
 
 def run_key(time: object, run_id: object) -> str:
-    """Return what a run is called where there are many; empty where time or id are not those of a run."""
+    """Return the key of a run among many; empty if time or id are malformed."""
     begun = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", str(time))
     key = "{}{}{}T{}{}{}Z".format(*begun.groups()) + f"-{run_id}" if begun else ""
     return key if RUN_KEY.fullmatch(key) else ""
@@ -42,12 +42,12 @@ class RunState(IntEnum):
 
     @property
     def label(self) -> str:
-        """The word for people."""
+        """The state in words."""
         return self.name.lower()
 
 
 class WaitState(IntEnum):
-    """What it comes to that ranks wait for others, by its code: the larger, the less it will end by itself."""
+    """The verdict on waiting ranks, by its code: the larger, the less likely the wait ends by itself."""
 
     NONE = 0  # nobody waits, or not for long
     AT_WORK = 1  # the rank that is waited for is at work
@@ -59,12 +59,12 @@ class WaitState(IntEnum):
 
     @property
     def label(self) -> str:
-        """The word for people."""
+        """The verdict in words."""
         return self.name.lower().replace("_", " ")
 
     @property
     def is_hang(self) -> bool:
-        """Whether nobody expects it to end by itself."""
+        """Whether the wait is not expected to end by itself."""
         return self >= WaitState.STUCK
 
 
@@ -77,7 +77,7 @@ class End(NamedTuple):
 
 
 def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:  # noqa: PLR0911 - a line for each end
-    """Return the end of a process that could report it.
+    """Return the end of a process from its own report.
 
     Args:
         reason: of `RunEnded`.
@@ -100,7 +100,7 @@ def end_of(reason: str, exit_code: int | None, *, gravest: str = "") -> End:  # 
 
 
 def end_without_a_word(status: int | None, *, asked: bool = False, gravest: str = "") -> End:
-    """Return the end of a process that reported none: it was killed, or left past its exit handlers.
+    """Return the end of a process without a report: it was killed, or exited without its exit handlers.
 
     Args:
         status: as `waitpid` has it; None where nobody could learn it.

@@ -1,4 +1,4 @@
-"""All ranks' observations of one step, in one order. Torch-free.
+"""The rows of all ranks for one step, in one order. Torch-free.
 
 A `Step` is what detectors judge; it is built live by the exchange or from the files of a run directory.
 """
@@ -36,13 +36,13 @@ SUMS: Mapping[str, Callable[[Row], float]] = {
 
 
 def are_many(ranks: int) -> bool:
-    """Whether so many ranks talk over the tree, and are judged by chosen rows."""
+    """Whether a job of this many ranks uses the tree, and is judged by chosen rows."""
     return ranks > FLAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What all ranks of a step say together.
+    """The flags and sums over all ranks of a step.
 
     Args:
         some: flags that some rank has.
@@ -88,17 +88,17 @@ class Step:
 
     @property
     def looks_chosen(self) -> bool:
-        """Whether there are so few rows that they would be taken for chosen ones, where nothing else is known."""
+        """Whether the rows are chosen ones, or so few that they would be taken for chosen ones."""
         return self.chosen or (len(self.rows) <= MOST_CHOSEN and are_many(self.world))
 
     @cached_property
     def everyone(self) -> frozenset[int]:
-        """The ranks that took the step, also those whose rows are not here."""
+        """The ranks that took the step, including those without a row here."""
         return self.others.union(self.rows, *self.kinds.values())
 
     @cached_property
     def followed(self) -> Mapping[int, Row]:
-        """The rows that are there in every step: of all ranks, of very many those of the first and of the last one."""
+        """The rows that every step has: of all ranks; of very many, those of the first and of the last rank."""
         if not self.chosen and not are_many(self.world):
             return self.rows
         ends = {min(self.everyone, default=-1), max(self.everyone, default=-1)}
@@ -106,7 +106,7 @@ class Step:
 
     @cached_property
     def last(self) -> bool:
-        """Whether this is what the last step has left, as it was at the end of the run."""
+        """Whether this is the state after the last step, at the end of the run."""
         return self.any(Flag.LAST_STATE)
 
     @cached_property
@@ -118,7 +118,7 @@ class Step:
 
     @cached_property
     def differing(self) -> frozenset[str]:
-        """Names of the digest fields that are known on at least two ranks and not equal on all of these."""
+        """Names of the digest fields that are known on at least two ranks and not equal on them."""
         if len(self.rows) < 2:
             return frozenset()
         return frozenset(name for name in DIGESTS if len({*self.columns[name]} - {0}) > 1)
@@ -132,16 +132,16 @@ class Step:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What rules have computed about this step, so that they need not do it again."""
+        """Results that rules have computed about this step, for reuse."""
         return {}
 
     @cached_property
     def some(self) -> int:
-        """The flags that some rank has, as bits."""
+        """The flags of at least one rank, as bits."""
         return reduce(or_, self.columns["flags"], 0) if self.told is None else self.told.some
 
     def replicas(self, kind: str) -> Mapping[int, Mapping[int, int]]:
-        """Return of each class of sharded parameters, by its key, the digests of a kind that ranks know, by rank."""
+        """Return, by key of each class of sharded parameters, the known digests of a kind by rank."""
         found: dict[int, dict[int, int]] = {}
         for rank, row in self.rows.items() if self.any(Flag.SHARDED) else ():
             for slot in range(CLASS_SLOTS):
@@ -166,7 +166,7 @@ class Step:
         return self.known(name) and name not in self.differing
 
     def total(self, name: str) -> tuple[int, float]:
-        """Return how many ranks know a number of `SUMS`, and what it adds up to."""
+        """Return the number of ranks that know a value of `SUMS`, and its sum over them."""
         if self.told is not None:
             return self.told.sums[name]
         if (found := self._totals.get(name)) is None:
@@ -180,17 +180,17 @@ class Step:
 
     @cached_property
     def mean_loss(self) -> float | None:
-        """The mean over the ranks; None where some rank has no finite loss."""
+        """The mean loss over the ranks; None if a rank has no finite loss."""
         count, total = self.total("loss")
         return total / count if count and count == len(self.everyone) else None
 
     def row_of(self, rank: int) -> Row:
-        """Return the row of a rank, or that of the rank that stands for its kind."""
+        """Return the row of a rank, or of the rank that represents its kind."""
         lowest = next((lowest for lowest, ranks in self.kinds.items() if rank in ranks), rank)
         return self.rows[rank if rank in self.rows else lowest]
 
     def groups(self, name: str) -> dict[int, frozenset[int]]:
-        """Return value -> ranks for a digest field that all ranks of a kind have in common, 0 too."""
+        """Return value -> ranks for a digest field that is equal within each kind of ranks; 0 included."""
         found: dict[int, frozenset[int]] = {}
         kinds = self.kinds if self.chosen else {}
         alone = {rank: frozenset({rank}) for rank in self.rows if not any(rank in ranks for ranks in kinds.values())}
@@ -242,7 +242,7 @@ class Step:
 
 
 class Signs:
-    """What steps may show, as bits of one number: flags, and columns that are known or differ.
+    """Possible signs in steps as bits of one number: flags, and columns that are known or differ.
 
     Args:
         names: the flags and columns that count.
@@ -255,7 +255,7 @@ class Signs:
         self._columns = {name: 1 << (_FIRST_COLUMN + 2 * i) for i, name in enumerate(columns)}
 
     def of(self, names: Iterable[str | Flag], *, differing: bool) -> int:
-        """Return the bits of flags and columns; of a digest, with `differing`, only that some ranks do not share it."""
+        """Return the bits of flags and columns; with `differing`, for a digest only the bit for a difference."""
         found = 0
         for name in names:
             if not isinstance(name, str):
@@ -265,7 +265,7 @@ class Signs:
         return found
 
     def shown(self, step: Step) -> int:
-        """Return what a step shows: of flags and columns it is enough that some rank has and knows them."""
+        """Return the signs in a step: flags that some rank has, and columns that some rank knows."""
         found, several, columns = step.some & self._flags, len(step.rows) > 1, step.columns
         for name, bit in self._columns.items():
             column = columns[name]
@@ -279,27 +279,27 @@ _FLOATS = frozenset(name for name, default in Row._field_defaults.items() if isi
 
 
 def kind_of(row: Row) -> tuple[float, ...]:
-    """Return what healthy ranks have in common in a step; ranks of which it is equal are of one kind."""
+    """Return the values that healthy ranks have in common in a step; ranks with equal values are of one kind."""
     scale = row.loss_scale if math.isfinite(row.loss_scale) else 0.0
     return (row.flags & _FREE, scale, *_alike(row))
 
 
 def step_of(optimizer: int, step: int, rows: Mapping[int, Row], world: int) -> Step:
-    """Return the step of rows by rank, which are chosen ones where very many ranks have left only a few."""
+    """Return the step from rows by rank; few rows of very many ranks count as chosen ones."""
     rows = dict(sorted(rows.items()))
     found = Step(step=step, optimizer=optimizer, world=world, rows=rows)
     return replace(found, chosen=found.looks_chosen)
 
 
 class Blamed(tuple[int, ...]):  # noqa: SLOT001 - of a tuple they are empty
-    """The ranks that a vote blames: those outside the largest group of equals; all where no group is the largest."""
+    """The ranks that a vote blames: those outside the largest group of equals; all ranks without a majority."""
 
     #: The groups of equals, the largest first, without a majority; some of them where there are many.
     undecided: tuple[tuple[int, ...], ...] = ()
 
 
 def outvoted(values: Mapping[int, object]) -> Blamed:
-    """Return the ranks whose value is not that of the largest group of equals; empty where all are equal.
+    """Return the ranks whose value differs from that of the largest group of equals; empty if all are equal.
 
     Where two groups are the largest none is a majority, and all ranks are returned: so with two ranks, and
     where each has a value of its own.

@@ -1,4 +1,4 @@
-"""The JSON form of what ranks send to each other. Torch-free.
+"""The JSON form of messages between ranks. Torch-free.
 
 What is sent and kept are frozen dataclasses, whose type hints say what their JSON looks like. What is read may come
 from anywhere: reading never raises, keys that a class lacks are dropped, a value of a wrong type counts as missing.
@@ -40,22 +40,22 @@ ABSENT: Mapping[str, Any] = {"absent": ()}
 
 
 def absent(*names: str) -> Mapping[str, Any]:
-    """Return what a field says of itself that is left out of the JSON where each of the named fields is None."""
+    """Return the metadata of a field that is left out of the JSON if each of the named fields is None."""
     return {"absent": names}
 
 
 def called(key: str) -> Mapping[str, Any]:
-    """Return what a field says of itself whose JSON key is no name in Python."""
+    """Return the metadata of a field whose JSON key is no Python name."""
     return {"key": key}
 
 
 def as_text(write: Callable[[Any], str], read: Callable[[str], Any]) -> Mapping[str, Any]:
-    """Return what a field says of itself whose JSON is a text; `read` raises `ValueError` where it is none of these."""
+    """Return the metadata of a field whose JSON is a text; `read` raises `ValueError` for a malformed one."""
     return {"write": write, "read": read}
 
 
 def to_json(value: Any) -> Any:
-    """Return the JSON value of a `Struct`, of what holds some, or of what is one already."""
+    """Return the JSON value of a `Struct`, or of a container of some; other values stay the same."""
     if isinstance(value, Struct):
         if type(value).bare:
             return to_json(getattr(value, _fields(type(value))[0].name))
@@ -66,7 +66,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[S], value: Any) -> S | None:
-    """Return an instance made of a JSON value from anywhere; None where a field without a default is missing."""
+    """Return an instance from an untrusted JSON value; None if a field without a default is missing."""
     try:
         return _read(kind, value)
     except (_WrongError, RecursionError):

@@ -1,4 +1,4 @@
-"""Records, and the sinks that take them. A sink has one method, never raises into training, calls no collective."""
+"""Records, and the sinks that write them. A sink has one method, never raises into training, calls no collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpdebug.schema.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The first record: what runs, where, with which settings."""
+    """The first record: command, place and settings of the run."""
 
     run_id: str
     rank: int
@@ -38,7 +38,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepJudged:
-    """One step of all ranks, after the detectors saw it."""
+    """One step of all ranks, after the detectors judged it."""
 
     step: Step
     steps: int = 1  # that it stands for: itself, and those before it that had no rows
@@ -50,7 +50,7 @@ class StepJudged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """The ranks that compare themselves now, and how far they are apart; sent every few seconds and when it changes."""
+    """The ranks that compare themselves now, and their distance in steps; sent every few seconds and on a change."""
 
     members: tuple[int, ...]  # ascending; empty once they can no longer talk
     apart: int = 0  # steps between the fastest and the slowest
@@ -58,7 +58,7 @@ class Met:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Who waits for whom now, and what that comes to; sent every few seconds while it lasts, and once as it ends."""
+    """Waiting ranks, the ranks waited for, and the verdict; sent every few seconds while it lasts, and at its end."""
 
     state: WaitState = WaitState.NONE
     ranks: tuple[int, ...] = ()  # that are waited for
@@ -79,27 +79,27 @@ class FindingRaised:
 
 @dataclass(frozen=True, slots=True)
 class FindingIgnored:
-    """A finding that the user has asked to be silent about, new or seen again: it is kept and counted."""
+    """A finding that `ignore` suppresses, new or seen again: it is kept and counted."""
 
     finding: Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """A part of ddpdebug failed and switched itself off, or cannot look at something; the job goes on."""
+    """A part of ddpdebug failed and switched itself off, or cannot observe something; the job goes on."""
 
     part: str  # for example "probe:batches", "exchange", "detector:RANK101", "sink:prometheus"
     message: str
 
     @property
     def follows(self) -> bool:
-        """Whether it only follows from another part's, which is reported by itself."""
+        """Whether the trouble follows from that of another part, which is reported by itself."""
         before, after = NEEDS.split("{}")
         return self.message.startswith(before) and self.message.endswith(after)
 
     @property
     def is_failure(self) -> bool:
-        """Whether a part has switched itself off; otherwise the message says by itself what is not looked at."""
+        """Whether a part has switched itself off; otherwise the message itself names what is not observed."""
         part = self.part.partition(" of rank ")[0]
         return part not in {"companion", "device", "guard", "judging", "threads", "torch"} and not part.startswith(
             ("sink:run_directory ", "sink:hub ")
@@ -108,7 +108,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Raw observations worth keeping for a later judgement: kind is `detail`, `fact` or `last_state`."""
+    """Raw observations to be saved for a later judgement: kind is `detail`, `fact` or `last_state`."""
 
     kind: str
     payload: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """The coverage of the run so far: what was looked at and what was not."""
+    """The coverage of the run so far: the checks that were made and those that were not."""
 
     coverage: Coverage
     say: tuple[str, ...] = ()  # what a person should read now, a line each
@@ -125,7 +125,7 @@ class Covered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
-    """The last record of a rank: why its script ended."""
+    """The last record of a rank: the reason for which its script ended."""
 
     #: "finished", "stopped" (after --steps), "interrupted" (Ctrl-C), "exception: <type>: <text>", "hang: <code> ..."
     reason: str
@@ -141,4 +141,4 @@ class Sink(Protocol):
     """A destination of records: the terminal, the run directory, Prometheus, the hub."""
 
     def write(self, record: Record) -> None:
-        """Take one record; ignore kinds that do not concern this sink."""
+        """Write one record; ignore kinds that do not concern this sink."""

@@ -33,7 +33,7 @@ _INTENDED = {
 
 
 def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
-    """Return what was compared in this step -> the ranks that were outvoted (all, without a majority).
+    """Return, for each thing compared in this step, the ranks that were outvoted (all, without a majority).
 
     Computed once per step, whoever asks.
     """
@@ -44,7 +44,7 @@ def dissenters(step: Step) -> Mapping[str, frozenset[int]]:
 
 
 def is_certified(step: Step) -> bool:
-    """Whether what all ranks put into FSDP2's gathers, or into its reductions, was held against what they got."""
+    """Whether FSDP2's gathers, or its reductions, were checked on all ranks: results against inputs."""
     rows = step.rows.values() if step.any(Flag.SHARDED) and len(step.rows) > 1 else ()
     gathered = all(row.gathered_values for row in rows)
     return bool(rows) and (gathered or all(math.isfinite(value) for row in rows for value in row.reduced_sums))

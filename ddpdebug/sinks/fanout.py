@@ -1,4 +1,4 @@
-"""Fan-out of records to all sinks, secrets hidden first; a broken or slow sink hurts neither the others nor the job."""
+"""Distribution of records to all sinks, secrets removed; a broken or slow sink harms neither others nor the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class InOrder(Generic[Item]):
-    """A queue for one function: any thread adds, and the function gets one item at a time, in the order of `put`.
+    """A queue for one function: any thread adds items, and the function gets one at a time, in the order of `put`.
 
     A thread that comes while another one is at work leaves its items to that one and returns at once, so that the
     training thread never waits for a slow disk behind somebody else's record.
@@ -35,7 +35,7 @@ class InOrder(Generic[Item]):
         self._waiting.append(item)
 
     def drain(self) -> None:
-        """Hand over what waits, unless another thread does it."""
+        """Pass waiting items to the function, unless another thread does so already."""
         while self._waiting and self._working.acquire(blocking=False):
             try:
                 while self._waiting:
@@ -45,7 +45,7 @@ class InOrder(Generic[Item]):
 
 
 class Fanout:
-    """A sink of sinks, for any thread. A sink that raises is dropped; the others learn of it in one `Trouble`.
+    """A sink of sinks, for any thread. A sink that raises is dropped; the others get a `Trouble` about it.
 
     Sinks see one record at a time, in order (`InOrder`).
 
@@ -59,11 +59,11 @@ class Fanout:
         self._records: InOrder[Record] = InOrder(self._write_one)
 
     def add(self, sinks: Sequence[Sink]) -> None:
-        """Add sinks; they get what is written from now on."""
+        """Add sinks; they get the records from now on."""
         self._sinks = [*self._sinks, *sinks]
 
     def write(self, record: Record) -> None:
-        """Give the record to each sink that still works."""
+        """Pass the record to each sink that still works."""
         self._records.put(record)
         self._records.drain()
 
@@ -104,7 +104,7 @@ _TEXT = {Trouble: "message", RunEnded: "reason", Waiting: "line"}
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:
-    """Return a record without secrets; the same one where it has none, or no texts."""
+    """Return a record without secrets; the same object if it contains none."""
     match record:
         case FindingRaised() | FindingIgnored():
             return replace(record, finding=redacted_finding(record.finding, redactor))

@@ -1,4 +1,4 @@
-"""The terminal's sink: a line at the start, a block for each finding, a summary at the end. Torch-free.
+"""The terminal sink: a line at the start, a block for each finding, a summary at the end. Torch-free.
 
 Only rank 0 prints. Each output is one write, so that other processes' lines do not get into it. On a terminal it begins
 by clearing the current line, which is where tqdm keeps its bar; tqdm draws it again below. Without a terminal there are
@@ -88,7 +88,7 @@ _ASCII = str.maketrans({"·": "-", "…": "~"})
 
 
 class Terminal:
-    """The sink that prints, on rank 0 only.
+    """The sink that prints, on one rank only.
 
     Args:
         speaks: the rank that this one is, where it says what rank 0 cannot.
@@ -123,7 +123,7 @@ class Terminal:
         self._summary = Summary()
 
     def write(self, record: Record) -> None:
-        """Print what the record means to a person, if anything."""
+        """Print a record, if it concerns a person."""
         if self._rank != 0:
             return
         match record:
@@ -284,7 +284,7 @@ _LESS = 1.2
 
 
 class Summary:
-    """The counts behind the last line: steps, agreement between the ranks, overhead."""
+    """The counts behind the summary line: steps, agreement between the ranks, overhead."""
 
     def __init__(self) -> None:
         self.steps: Counter[int] = Counter()
@@ -303,7 +303,7 @@ class Summary:
         self.ignored: dict[str, set[str | None]] = {}  # entry of `ignore` -> ids of what it has kept silent
 
     def hear(self, finding: Finding) -> None:
-        """Count a finding that is ignored; one that was, and is about more by now, no longer."""
+        """Update the counts of ignored findings; a finding that is not ignored any more leaves them."""
         for entry, ids in self.ignored.items():
             (ids.add if entry == finding.ignored else ids.discard)(finding.id)
 
@@ -332,14 +332,14 @@ class Summary:
         self.interval = record.interval
 
     def end(self, steps: Mapping[int, int]) -> None:
-        """Take the number of the step at which each optimizer of this rank is: its last ones may have had no rows."""
+        """Take each optimizer's last step on this rank: the last steps may have had no rows."""
         for optimizer, last in self.last.items():  # an optimizer that is made in the middle of a run begins there
             taken = max(last, steps.get(optimizer, 0) - 1)
             self.steps[optimizer] += taken - last
             self.last[optimizer] = taken
 
     def count_last(self, payload: Mapping[str, Any]) -> None:
-        """Count the comparison of the parameters that the last step has left, where all ranks gave theirs."""
+        """Count the comparison of the final parameters, if all ranks gave theirs."""
         rows = payload["rows"].values()
         known = [row for row in rows if int(row["params_after_digest"], 16) or int(row["foreign_params_digest"], 16)]
         if len(known) == len(rows) > 1:
@@ -351,12 +351,12 @@ class Summary:
         self.compared += parted
 
     def checked(self, world: int) -> bool:
-        """Return whether enough was compared for `no findings` to be said."""
+        """Whether enough was compared to print `no findings`."""
         essential = self.coverage is not None and any(gap.weight is Weight.ESSENTIAL for gap in self.coverage.gaps)
         return bool(self.steps) and (world == 1 or self.compared > 0) and not essential
 
     def items(self, world: int) -> list[str]:
-        """Return the parts of the line; nothing that was not compared is said to agree."""
+        """Return the parts of the line; agreement is stated only for what was compared."""
         gaps = () if self.coverage is None else self.coverage.missed
         unchecked = [f"not checked: {'; '.join(clean(gap.words, 400) for gap in gaps[:_MAX_GAPS])}"] if gaps else []
         if len(gaps) > _MAX_GAPS:

@@ -1,4 +1,4 @@
-"""Findings as text: numbers, ranks, places and evidence in words, for the terminal and for reports. Torch-free.
+"""Findings as text for the terminal and for reports: numbers, ranks, places and evidence. Torch-free.
 
 Everything that came from the job (names, messages, values) passes through `clean`: a parameter may be called anything.
 """
@@ -129,7 +129,7 @@ def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
 
 
 def culprits_text(finding: Finding, world: int | None = None, *, places: bool = True) -> str:
-    """Return the ranks to blame as `ranks_text` does, where they run, and that no majority outvotes them."""
+    """Return the blamed ranks as `ranks_text` does, with their nodes, and whether there was no majority."""
     words = ranks_text(finding.ranks, world)
     if places and (where_they_run := _places_text(finding)):
         words += f" ({where_they_run})"
@@ -147,7 +147,7 @@ def _places_text(finding: Finding) -> str:
 
 
 def where(finding: Finding, world: int | None = None) -> str:
-    """Return step, ranks, phase and location, as far as they are known."""
+    """Return step, ranks, phase and location of a finding, as far as known."""
     parts = []
     if finding.step is not None:
         parts.append(f"step {finding.step}")
@@ -158,7 +158,7 @@ def where(finding: Finding, world: int | None = None) -> str:
 
 
 def subjects(finding: Finding) -> list[str]:
-    """Return the first subjects, and how many more there are."""
+    """Return the first subjects of a finding, and the number of further ones."""
     shown = [clean(name, _MAX_NAME) for name in finding.subject[:_MAX_SUBJECTS]]
     names = [f"module `{name}`" if name.isdecimal() else name for name in shown]
     more = len(finding.subject) - len(names)
@@ -166,7 +166,7 @@ def subjects(finding: Finding) -> list[str]:
 
 
 def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
-    """Return the evidence: what fits on one line together, values by rank on lines of their own."""
+    """Return the evidence as lines: short values together, values by rank on lines of their own."""
     if HANG in evidence:
         return [
             f"{label}: {line}" if i == 0 else line
@@ -210,7 +210,7 @@ def _are_ranks(sides: object) -> bool:
 
 
 def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:
-    """Return the evidence of a hang: who is missing and what it does, who waits, what was called, where all are."""
+    """Return the evidence of a hang: missing ranks, waiting ranks, their calls, and the place of every rank."""
     tables = {name: _texts(evidence.get(name)) for name in ("missing", "waiting", "calls")}
     difference, seconds = evidence.get("difference"), evidence.get("waited_seconds")
     waits = _aligned(tables["waiting"])
@@ -240,7 +240,7 @@ def hang_parts(evidence: Mapping[str, Any]) -> list[Part]:
 
 
 def ranks_of(text: str) -> str:
-    """Return what `ranks_text` does of the numbers alone, which may be those of a damaged file."""
+    """Return `ranks_text` of a text such as `0-3,7`, even if it is malformed."""
     try:
         return ranks_text(ranks_in(text))
     except ValueError:
@@ -275,7 +275,7 @@ def _stacks(groups: object, told: str) -> list[str]:
 
 
 def parts(finding: Finding, world: int | None = None) -> list[Part]:
-    """Return the labelled lines of a finding after its title, from place to remedy; empty parts are left out."""
+    """Return the labelled lines of a finding after its title, from place to remedy, without empty parts."""
     explain = f"ddpdebug explain {clean(finding.code, 20)}"
     brief = finding.severity is Severity.INFO
     causes, actions = ([], []) if brief else fitting(finding)
@@ -298,7 +298,7 @@ def parts(finding: Finding, world: int | None = None) -> list[Part]:
 
 
 def brief(finding: Finding, world: int | None = None) -> list[Part]:
-    """Return what a terminal shows of a finding, seven lines at most; `parts` and `ddpdebug explain` have the rest."""
+    """Return the lines of a finding for a terminal, seven at most; `parts` and `ddpdebug explain` have the rest."""
     whole = dict(parts(finding, world))
     upon = whole.get("next", [])
     next_ = [*upon[:1], *upon[-1:]] if len(upon) > 2 and BUNDLE not in finding.evidence else upon
@@ -318,7 +318,7 @@ def brief(finding: Finding, world: int | None = None) -> list[Part]:
 
 
 def first_cause(finding: Finding) -> str:
-    """Return the likeliest cause, without the phase that it is the likeliest in."""
+    """Return the likeliest cause, without its phase."""
     return clean(untagged(finding.causes[0]), 400) if finding.causes else ""
 
 
@@ -391,7 +391,7 @@ def _figure(key: str, value: Any) -> str:
 
 
 def element_text(evidence: Mapping[str, Any]) -> str | None:
-    """Return the first element that differs, its values, and the bits by which these differ; None if it is not known.
+    """Return the first differing element, its values, and the bits that differ; None if unknown.
 
     `0.weight[3, 4]: rank 0 = 0.0131, rank 2 = 858.7 after step 61 (bit 27 of float32 is flipped)`.
     """
@@ -404,7 +404,7 @@ def element_text(evidence: Mapping[str, Any]) -> str | None:
 
 
 def bits_text(evidence: Mapping[str, Any]) -> str:
-    """Return `bit 27 of float32 is flipped`; empty where values do not differ by single bits."""
+    """Return `bit 27 of float32 is flipped`; empty if the values do not differ by single bits."""
     bits = evidence.get("flipped_bits")
     if not isinstance(bits, list) or not bits:
         return ""
@@ -413,7 +413,7 @@ def bits_text(evidence: Mapping[str, Any]) -> str:
 
 
 def tensor_text(value: Mapping[str, Any], separator: str = ", ") -> str:
-    """Return what a tensor held on one line: `float32 [3, 4], 0 to 2.5, 7 zeros`; its name in front if it has one."""
+    """Return a recorded tensor on one line: `float32 [3, 4], 0 to 2.5, 7 zeros`, after its name if there is one."""
     kind = clean(value.get("dtype", "tensor"), 30)
     parts = [f"{kind} {clean(value.get('shape'), 60)}"]
     if 0 in value.get("shape", ()):
@@ -516,7 +516,7 @@ def _label(key: object) -> str:
 
 
 def ignored_texts(counts: Mapping[str, int]) -> list[str]:
-    """Return what became of the entries of `ignore`, by the number of findings that each has kept silent."""
+    """Return a line for each entry of `ignore`, with the number of findings that it suppressed."""
     return [
         f"{counted(count, 'finding')} ignored by {clean(entry, 200)}"
         if count

@@ -1,4 +1,4 @@
-"""Assertions for users' own tests (the ranks agree, DDP trains like one process), and faults to inject.
+"""Assertions for users' own tests (the ranks agree, DDP trains like one process), and fault injection.
 
 The assertions are called on all ranks of the default group, raise the same AssertionError on all of them, and talk over
 the group's store: no collective of theirs can get in the way of the test's own, and a rank that does not come is named.

@@ -1,4 +1,4 @@
-"""Fault injection: what a check must find, put into a sound training on one rank in one step."""
+"""Fault injection: breaks a sound training on one rank in one step, to test that a check finds it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fault:
-    """A fault of one `kind` on one rank in one optimizer step. Every rank installs it; the others only count along.
+    """A fault of one `kind` on one rank in one optimizer step. All ranks install it; the others only count steps.
 
     Args:
         kind: one of `KINDS`.
@@ -50,7 +50,7 @@ class Fault:
         self._handles: list[Any] = []
 
     def into(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Self:
-        """Install the fault; `remove` takes it away again."""
+        """Install the fault; `remove` uninstalls it."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         if self.rank >= world:
             raise ValueError(f"a fault on rank {self.rank} cannot happen in a world of {world}")
@@ -76,7 +76,7 @@ class Fault:
         return self
 
     def remove(self) -> None:
-        """Take the hooks away; what has happened stays."""
+        """Remove the hooks; damage already done stays."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -16,7 +16,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
 class Meeting:
-    """One call of an assertion by all ranks. Every round, each rank says something and hears all.
+    """One call of an assertion by all ranks, in rounds: in each, every rank gives a value and gets those of all.
 
     Args:
         what: the call as the user wrote it, for messages.
@@ -37,7 +37,7 @@ class Meeting:
         self._round = 0
 
     def tell(self, value: bytes) -> list[bytes]:
-        """Say `value` and return what every rank said; raise AssertionError about ranks that do not come."""
+        """Give `value` and return the values of all ranks; raise AssertionError naming ranks that do not come."""
         prefix = f"ddpdebug/meeting/{self._number}/{self._round}"
         self._round += 1
         keys = [f"{prefix}/{rank}" for rank in range(self.world)]
@@ -55,5 +55,5 @@ class Meeting:
         return [self._store.get(key) for key in keys]
 
     def tell_json(self, value: Any) -> list[Any]:
-        """Do the same with JSON values."""
+        """Give a JSON value and return those of all ranks."""
         return [json.loads(said) for said in self.tell(json.dumps(value).encode())]

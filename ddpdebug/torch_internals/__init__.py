@@ -1,4 +1,4 @@
-"""Every use of a private torch API, behind one adapter; the names and their probes are in `names.py`."""
+"""The adapter for all private torch APIs; their names and availability tests are in `names.py`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ from ddpdebug.torch_internals.unlisted import unlisted as unlisted
 
 
 def missing() -> list[str]:
-    """Return what this torch lacks of what ddpdebug builds on, each with what is off (empty on a supported version)."""
+    """Return the names that ddpdebug needs and this torch lacks, each with its consequence (empty if supported)."""
     lacking = [f"{name.path} ({name.off})" for name in names.missing()]
     if not dist.is_gloo_available():
         lacking.append("the gloo backend (the ranks are not compared)")
@@ -165,7 +165,7 @@ _MOST_BYTES = 1 << 30
 
 
 def private_store() -> Any | None:
-    """Return a store connection of our own, or None when there is none to be had yet.
+    """Return a separate connection to the job's store; None if there is no store yet.
 
     A clone never blocks the job's own store operations: torch's client serialises the calls on one connection.
 
@@ -216,12 +216,12 @@ def own_connection(store: Any) -> Any:
 
 
 def group_module() -> Any:
-    """Return the module of torch's in which the default process group is made."""
+    """Return torch's module in which the default process group is made."""
     return dist.distributed_c10d
 
 
 def default_group_id() -> object | None:
-    """Return what tells the job's process groups apart, None while there is none; holds none of them alive.
+    """Return an identity of the job's default process group, None while there is none; does not keep the group alive.
 
     It is no address: a group is often made where the one before it was.
     """
@@ -230,7 +230,7 @@ def default_group_id() -> object | None:
 
 
 def store_host(store: Any) -> str:
-    """Return the name by which this rank reaches the job's store; empty where that is no TCPStore."""
+    """Return the host name by which this rank reaches the job's store; empty if it is no TCPStore."""
     with suppress(Exception):  # a store of the user's may do anything
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -239,7 +239,7 @@ def store_host(store: Any) -> str:
 
 
 def gloo_devices(address: str) -> list[Any]:
-    """Return the devices of the job's gloo group; or one that listens at an address; none where gloo is to choose.
+    """Return the devices of the job's gloo group, or one that listens at an address; empty for gloo's default.
 
     A device is a listening port and a thread that wakes up a hundred times a second. Nothing of the job's group is
     changed by another group that has connections of its own there.
@@ -286,7 +286,7 @@ def _keep_for_ever(*things: object) -> None:
 
 
 class Words:
-    """What the ranks of a group that go leave in its store for the others, whose gathers are about to fail."""
+    """Messages in a group's store from ranks that leave, for the others, whose gathers are about to fail."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store = PrefixStore(f"{prefix}/words", store)
@@ -296,12 +296,12 @@ class Words:
         self._store.set("last", text)
 
     def word(self) -> str | None:
-        """Return the reason that a rank has left behind, None where none did."""
+        """Return the reason that a rank has left behind; None if there is none."""
         return self._store.get("last").decode("utf-8", "replace") if self._store.check(["last"]) else None
 
 
 class GlooGroup:
-    """A gloo process group that torch.distributed does not know of, so that it cannot collide with the job's groups.
+    """A gloo process group outside torch.distributed's tables, so that it cannot collide with the job's groups.
 
     Args:
         prefix: of its keys in the store, never used before.
@@ -333,7 +333,7 @@ class GlooGroup:
         )
 
     def gather(self, data: bytes) -> list[bytes]:
-        """All-gather equally long byte strings; raise RuntimeError when a peer is gone or the timeout has passed."""
+        """All-gather equally long byte strings; raise RuntimeError if a peer is gone or the time is out."""
         group = self._alive()
         own = _bytes_of(data)
         outs = [unlisted(torch.empty_like(own)) for _ in range(self._world)]
@@ -380,7 +380,7 @@ class GlooGroup:
         return [ctypes.string_at(out.data_ptr(), size) for out, size in zip(outs, sizes, strict=True)]
 
     def spread(self, data: bytes | None) -> bytes:
-        """Return on each rank what the first one gives."""
+        """Broadcast the first rank's data; return it on every rank."""
         head = self._broadcast((len(data or b"")).to_bytes(8, "little"))
         return self._broadcast(data if self._rank == 0 and data is not None else bytes(_size(head)))
 
@@ -420,7 +420,7 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
 
 
 def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
-    """Return the ranks of the script's process groups that this rank is in, without its own and those of all ranks."""
+    """Return the ranks of the script's process groups with this rank, except the groups of all ranks."""
     if not dist.is_initialized():
         return []
     tables = getattr(names.group_world, "pg_group_ranks", None) or {}
@@ -429,7 +429,7 @@ def groups_beside(largest: int = 64, most: int = 8) -> list[tuple[int, ...]]:
 
 
 def ranks_of(group: Any) -> list[int]:
-    """Return the global ranks of a process group, of the default one for None."""
+    """Return the global ranks of a process group; of the default group for None."""
     # torch 2.6 does not take None for it
     return sorted(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
@@ -440,12 +440,12 @@ def group_ranks(ddp: DistributedDataParallel) -> list[int]:
 
 
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP keeps buffers equal (`forward_sync_buffers`, formerly `broadcast_buffers`)."""
+    """Whether DDP broadcasts buffers (`forward_sync_buffers`, formerly `broadcast_buffers`)."""
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
 
 
 def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
-    """Whether this forward broadcasts buffers."""
+    """Whether DDP broadcasts its buffers in this forward."""
     probe = getattr(ddp, names.SYNCS_BUFFERS, None)
     return bool(probe()) if probe is not None else broadcasts_buffers(ddp)
 
@@ -457,7 +457,7 @@ def reduces_in_place(ddp: DistributedDataParallel) -> bool:
 
 
 def join_session(ddp: DistributedDataParallel) -> object | None:
-    """Return the object that identifies the `join` context around the wrapper, None outside of one."""
+    """Return the object that identifies the `join` context around the wrapper; None outside of one."""
     return getattr(ddp, names.JOIN_CONFIG, None) if in_join(ddp) else None
 
 
@@ -467,7 +467,7 @@ def in_join(ddp: DistributedDataParallel) -> bool:
 
 
 def accumulator(parameter: torch.Tensor) -> object | None:
-    """Return the AccumulateGrad node of a parameter: DDP hooks this node, and a new one is made by re-typing.
+    """Return the AccumulateGrad node of a parameter, which DDP hooks; re-typing the parameter makes a new one.
 
     None while the parameter is frozen: then nothing leads to its node.
     """
@@ -483,7 +483,7 @@ def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
-    """Keep `torch.compile` from compiling a function of ours that runs inside a compiled region, and what it calls.
+    """Exclude a function of ddpdebug, and its callees, from compilation inside a `torch.compile` region.
 
     Args:
         nested: false for a wrapper around the user's code, which must be compiled as without us.
@@ -495,7 +495,7 @@ def leave_uncompiled(function: Any, *, nested: bool = True) -> None:
 
 
 def anything_compiled() -> bool:
-    """Whether `torch.compile` was used in this process: a hook put in place now might get into a graph."""
+    """Whether `torch.compile` was used in this process: a hook installed now might get into a graph."""
     backends = names.compiled_backends() if names.DYNAMO in sys.modules else None
     return isinstance(backends, dict) and any([backend is not None for backend in backends.values()])
 
@@ -505,7 +505,7 @@ _TWISTER_BYTES, _TWISTER_WORDS, _TWISTER_WORD = 5056, 24, 8
 
 
 def mersenne_position(state: bytes) -> tuple[bytes, int, int] | None:
-    """Return the block of a state of torch's CPU generator, how many of its 624 numbers are used, and the seed.
+    """Return the block of torch's CPU generator, the number of its 624 values used, and the seed, from its state.
 
     None where the state has another form than torch gives it today.
     """
@@ -519,7 +519,7 @@ def mersenne_position(state: bytes) -> tuple[bytes, int, int] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be read like an array: it has elements of its own, in strided memory.
+    """Whether a tensor can be read like an array: elements of its own in strided memory.
 
     So it is not sparse (in any layout), nested, quantized, on `meta`, for oneDNN, wrapped by functorch, without memory
     yet, or of a class that does its operations itself (DTensor, fake).
@@ -540,7 +540,7 @@ def _is_array(tensor: torch.Tensor) -> bool:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its graph, as one of the class that has no code of the user's."""
+    """Return a tensor without its graph, as a plain `torch.Tensor` without user code."""
     if type(tensor) is torch.Tensor:
         return tensor.detach()
     with as_plain():
@@ -553,7 +553,7 @@ _REAL = frozenset({torch.float32, torch.float64})
 
 
 def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether many tensors can be read by one operation: plain ones of one real dtype in host memory.
+    """Whether one operation can read many tensors: plain ones of one real dtype in host memory.
 
     One look at each where `is_plain` and what else is asked of a single tensor takes ten; false says nothing.
     """
@@ -579,21 +579,21 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def norms_there(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return the 2-norms of tensors of one floating dtype as zero-dimensional ones of `dtype`, without waiting."""
+    """Return the 2-norms of tensors of one floating dtype as zero-dimensional tensors of `dtype`, without waiting."""
     return [unlisted(norm) for norm in names.foreach_norm(list(tensors), 2, dtype=dtype)]
 
 
 def distances(
     before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return the 2-norms of tensors, and those of their differences from others, without waiting for a device."""
+    """Return the 2-norms of tensors, and of their differences from others, without waiting for a device."""
     if not before:
         return [], []
     return names.foreach_norm(list(before)), names.foreach_norm(names.foreach_sub(list(after), list(before)))
 
 
 def found_inf_of(optimizer: object) -> torch.Tensor | None:
-    """Return GradScaler's verdict for an optimizer that skips the step by itself (fused), or None."""
+    """Return GradScaler's `found_inf` of an optimizer that skips the step by itself (fused); None if there is none."""
     found = getattr(optimizer, names.FOUND_INF, None)
     return found if isinstance(found, torch.Tensor) else None
 
@@ -602,7 +602,7 @@ def found_inf_of(optimizer: object) -> torch.Tensor | None:
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
-    """Return GradScaler's scale tensor without a device synchronisation, or None before its first use."""
+    """Return GradScaler's scale tensor without a device synchronisation; None before its first use."""
     scale = getattr(scaler, names.SCALE, None)
     return scale if isinstance(scale, torch.Tensor) else None
 
@@ -611,7 +611,7 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return another tensor on the same memory, with the same counter of in-place changes, that no mode sees made.
+    """Return another tensor with the same memory and the same version counter, unseen by dispatch modes.
 
     It carries no graph and needs no gradient.
     """
@@ -620,7 +620,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_traced() -> bool:
-    """Whether `torch.jit.trace` records what is done now."""
+    """Whether `torch.jit.trace` records the present operations."""
     return names.tracing_state() is not None
 
 
@@ -631,7 +631,7 @@ def is_leaf(module: torch.nn.Module) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor was written in place, None when it does not count (inference mode).
+    """Return the number of in-place writes to a tensor; None if it does not count them (inference mode).
 
     Of a DTensor the part that this rank holds counts as well: FSDP2 adds gradients to that, the script writes to the
     whole.
@@ -643,7 +643,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return where each tensor's memory begins and how often it was written in place; both move when it is replaced.
+    """Return each tensor's memory address and version counter; both change when the tensor is replaced.
 
     A write through `.data` moves neither.
 
@@ -679,19 +679,19 @@ _claimed = False
 
 
 def claim_process() -> None:
-    """Say that ddpdebug has started this process for a measurement: nobody's training runs in it."""
+    """Declare that ddpdebug has started this process for a measurement: no user's training runs in it."""
     global _claimed  # noqa: PLW0603 - it is the process that is claimed
     _claimed = True
 
 
 def is_claimed() -> bool:
-    """Whether what is process-wide may be changed for a while: nobody trains here, or a test of pytest runs."""
+    """Whether process-wide state may be changed for a while: no user trains here, or a pytest test runs."""
     return _claimed or ("pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
 
 
 @contextmanager
 def alone() -> Iterator[Any]:
-    """Give a process group of this process only.
+    """Yield a process group of this process only.
 
     Raises:
         RuntimeError: the process is not claimed.
@@ -707,7 +707,7 @@ def alone() -> Iterator[Any]:
 
 @contextmanager
 def as_world(group: Any) -> Iterator[None]:
-    """Make `group` the default group: who asks for rank, world size or a collective gets those of `group`.
+    """Make `group` the default group during the body: rank, world size and collectives are those of `group`.
 
     Any thread does, so that this is for processes in which nothing else runs: `alone` sees to that.
     """
@@ -721,7 +721,7 @@ def as_world(group: Any) -> Iterator[None]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Let what asks for the default group find a world of this process, where there is a group of several ranks.
+    """Make a world of this process the default group during the body, if there is a group of several ranks.
 
     Raises:
         RuntimeError: the process is not claimed, and there is such a group.

@@ -1,4 +1,4 @@
-"""The functions of `torch.distributed` by which ranks communicate, reported as they are called.
+"""Callbacks in the communicating functions of `torch.distributed`, called as the functions are.
 
 Scripts import them by name, before ddpdebug is attached too, and torch calls some from others: so their code is
 exchanged (`function_code.py`), not their name. What torch puts around them (`_exception_logger`) stays as it is, and so
@@ -60,7 +60,7 @@ Look = Callable[[str, Any, Any, Any, Any], None]
 
 
 def look_at_collectives(look: Look, begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Let `look` see each call of these functions before it communicates; return the undoing.
+    """Have `look` called in each call of these functions before it communicates; return the function that undoes it.
 
     Args:
         begins: called after the look.
@@ -111,14 +111,14 @@ def _unless_compiled(call: ast.Call, first: ast.stmt) -> ast.Expr:
 
 
 def own_group(group: Any) -> Any:
-    """Return the process group of a call, the default one for None; None where this rank is in none."""
+    """Return the process group of a call, the default one for None; None if this rank is not in it."""
     if group is None:
         return dist.group.WORLD
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def sequence_number(group: Any) -> int | None:
-    """Return how many collectives a group has counted, where it does: on gloo also messages from rank to rank."""
+    """Return a group's count of collectives, None if it has none; on gloo it includes point-to-point messages."""
     try:
         count: int = getattr(group, names.SEQUENCE_NUMBER)()
     except (AttributeError, RuntimeError):  # a group of the user's, which has no backend that counts
@@ -127,7 +127,7 @@ def sequence_number(group: Any) -> int | None:
 
 
 def name_of(group: Any) -> str:
-    """Return the name of a group, the same on all ranks; empty of one that the user has made without any."""
+    """Return the name of a group, the same on all ranks; empty if it has none."""
     try:
         return str(group.group_name)
     except (RuntimeError, AttributeError):
@@ -135,7 +135,7 @@ def name_of(group: Any) -> str:
 
 
 def counts_messages(group: Any) -> bool:
-    """Whether a group counts messages from rank to rank among its collectives."""
+    """Whether a group counts point-to-point messages among its collectives."""
     try:
         return "gloo" in str(dist.get_backend(group))
     except (KeyError, RuntimeError, ValueError):  # a group that torch does not know

@@ -1,4 +1,4 @@
-"""The collectives of this process as torch's flight recorder has them: how many were entered, and the newest.
+"""The collectives of this process from torch's flight recorder: the number entered, and the newest ones.
 
 The recorder is on by default for gloo; for NCCL `TORCH_FR_BUFFER_SIZE` has to be set before a group is made. Stack
 traces are never asked for: the first call with them takes seconds and stops the other threads. Source: FlightRecorder
@@ -25,7 +25,7 @@ _KEPT = 32
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A collective of a process group, as the recorder has it."""
+    """A collective of a process group in the recorder."""
 
     group: str
     number: int
@@ -36,7 +36,7 @@ class Issued:
 
 
 class Collectives:
-    """Reads the recorder; remembers the names of groups, whose numbers differ between processes."""
+    """Reader of the recorder; remembers the names of groups, whose numbers differ between processes."""
 
     #: Functions of torch's in which ranks meet in the store.
     meetings = names.MEETINGS
@@ -49,7 +49,7 @@ class Collectives:
         self._numbers: dict[int, dict[int, int]] = {}
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
-        """Return (entered, completed) by name of the script's groups; None where torch does not report it.
+        """Return (entered, completed) by name of the script's groups; None if torch does not report it.
 
         Torch counts messages from rank to rank as well, of which ranks may send more or fewer than others. They are
         left out as far as entries tell that were read; `exact` reads them where there is a new collective.
@@ -84,7 +84,7 @@ class Collectives:
         return found
 
     def newest(self, most: int = _KEPT) -> list[Issued]:
-        """Return the newest collectives of the script's groups, oldest first; empty where torch does not report it."""
+        """Return the newest collectives of the script's groups, oldest first; empty if torch does not report them."""
         known = _dump(entries=True)
         found = []
         for entry in (known or {}).get("entries") or ():
@@ -131,7 +131,7 @@ class Collectives:
 
 
 def members_of_groups() -> dict[str, tuple[int, ...]]:
-    """Return the ranks of the script's process groups, as the whole job numbers them, by the groups' names."""
+    """Return the global ranks of the script's process groups, by group name."""
     if not dist.is_available() or not dist.is_initialized():
         return {}
     return {str(group.group_name): tuple(sorted(ranks)) for group, ranks in _groups().items() if ranks}

@@ -1,4 +1,4 @@
-"""What a DTensor says of itself, without importing `torch.distributed.tensor` where the job has not.
+"""Properties of DTensors and FSDP2, read without importing `torch.distributed.tensor` if the job has not.
 
 Its properties alone: `to_local` would make an edge of the graph, or a view, which the job's dispatch modes see.
 """
@@ -31,7 +31,7 @@ _KINDS = ("DTensor",)
 
 
 class Place(NamedTuple):
-    """Where this rank stands on one dimension of a mesh."""
+    """The coordinate of this rank in one dimension of a mesh."""
 
     dimension: str
     coordinate: int
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor lies on its mesh: dimensions of one rank are left out, they part nothing."""
+    """The placement of a tensor on its mesh, without mesh dimensions of size 1."""
 
     apart: tuple[Place, ...]  # dimensions along which ranks hold different elements, by name
     places: tuple[Place, ...]  # all dimensions, in the mesh's order
@@ -55,13 +55,13 @@ def is_distributed(tensor: object) -> bool:
 
 
 def any_distributed(tensors: Iterable[object]) -> bool:
-    """Whether some of the tensors are DTensors; costs nothing more than a set where there are none."""
+    """Whether some of the tensors are DTensors; costs one set if none are."""
     kinds = {*map(type, tensors)} - _PLAIN
     return any([inherits(kind, _KINDS) for kind in kinds])
 
 
 def layout_of(tensor: Any) -> Layout | None:
-    """Return how a DTensor lies on its mesh; None where this rank is not in that."""
+    """Return the placement of a DTensor on its mesh; None if this rank is not in the mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinates = mesh.get_coordinate()
     if coordinates is None:
@@ -87,13 +87,13 @@ def own_part(tensor: Any) -> torch.Tensor:
 
 
 def held_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, of a DTensor the elements that this rank holds."""
+    """Return a tensor itself; of a DTensor the elements that this rank holds."""
     known = is_distributed(tensor) and hasattr(tensor, "__tensor_flatten__")  # others have classes of that name too
     return own_part(tensor) if known else tensor
 
 
 def is_laid_like(tensor: Any, other: Any) -> bool:
-    """Whether two DTensors lie on the same mesh in the same way, so that ranks share both or neither."""
+    """Whether two DTensors have the same mesh and placements, so that ranks share both or neither."""
     return bool(tensor.placements == other.placements and tensor.device_mesh == other.device_mesh)
 
 
@@ -103,7 +103,7 @@ def is_whole(tensor: Any) -> bool:
 
 
 def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[int, ...]:
-    """Return the ranks over which FSDP2 averages the gradients of most of the parts that it wraps; none without it."""
+    """Return the ranks over which FSDP2 averages the gradients of most of its parts; empty without FSDP2."""
     if "torch.distributed.fsdp" not in sys.modules:
         return ()
     meshes: Counter[tuple[int, ...]] = Counter()
@@ -116,7 +116,7 @@ def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[int, ...]:
 
 
 class Reduction(NamedTuple):
-    """The gradients of one part that FSDP2 wraps, as it begins to reduce them over `ranks` ranks."""
+    """The gradients of one FSDP2 part as their reduction over `ranks` ranks begins."""
 
     parameters: Sequence[Any]  # the sharded ones
     gradients: Sequence[torch.Tensor]  # this rank's, whole
@@ -133,7 +133,7 @@ class Reduction(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """The parameters of one part that FSDP2 wraps, as it has gathered them from `ranks`."""
+    """The parameters of one FSDP2 part as gathered from `ranks`."""
 
     parameters: Sequence[Any]  # the sharded ones
     gathered: Sequence[torch.Tensor]  # of each, all pieces one after the other
@@ -142,12 +142,12 @@ class Gathering(NamedTuple):
 
 
 def fsdp_reductions() -> tuple[ModuleType, str] | None:
-    """Return where the function is by which FSDP2 reduces gradients; None where nothing has loaded it."""
+    """Return module and name of FSDP2's function that reduces gradients; None if it is not loaded."""
     return _of_fsdp(FSDP_REDUCE)
 
 
 def fsdp_gathers() -> tuple[ModuleType, str] | None:
-    """Return where the function is by which FSDP2 lays out what it has gathered, likewise."""
+    """Return module and name of FSDP2's function that lays out gathered parameters; None if it is not loaded."""
     return _of_fsdp(FSDP_GATHER)
 
 
@@ -161,7 +161,7 @@ def _arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def gathering_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gathering:
-    """Read what that function was called with, once it has returned."""
+    """Return the gathering from the arguments of FSDP2's layout function, after it has returned."""
     given = _arguments(FSDP_GATHER, args, kwargs)
     parameters = [parameter for parameter in given["fsdp_params"] if len(parameter.all_gather_outputs) == 1]
     return Gathering(
@@ -173,7 +173,7 @@ def gathering_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gathering:
 
 
 def waits(holder: Any) -> bool:
-    """Whether a backward has left a gradient of a gathered parameter that nobody has reduced."""
+    """Whether a gathered parameter has a gradient from a backward that was not reduced."""
     whole = getattr(holder, "unsharded_param", None)
     return holder.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
@@ -190,7 +190,7 @@ def _kept(parameter: Any, pieces: int, place: int) -> tuple[Any, torch.Tensor, t
 
 
 def reduction_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reduction | None:
-    """Read what that function is called with; None where there is nothing to reduce."""
+    """Return the reduction from the arguments of FSDP2's reduce function; None if there is nothing to reduce."""
     given = _arguments(FSDP_REDUCE, args, kwargs)
     scatter, gather, grads = given["reduce_scatter_group"], given["all_reduce_group"], [*given["unsharded_grads"]]
     if not grads:
@@ -218,10 +218,10 @@ def reduction_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reduction | N
 
 
 def has_stages() -> bool:
-    """Whether the job may be a pipeline, whose ranks hold other layers under the same names."""
+    """Whether the job may be a pipeline, whose ranks hold different layers under the same names."""
     return "torch.distributed.pipelining" in sys.modules
 
 
 def is_own(parameter: torch.Tensor) -> bool:
-    """Whether a plain parameter has the marks by which Megatron-LM and what follows it knows a rank's own part."""
+    """Whether a plain parameter carries the attributes by which Megatron-LM and others mark a rank's own part."""
     return getattr(parameter, "allreduce", None) is False or getattr(parameter, "tensor_model_parallel", None) is True

@@ -1,4 +1,4 @@
-"""Exchanges the code of a function of torch's, which stays the same object, for its own source with a look in it.
+"""Replaces the code of a torch function by its own source with a callback in it; the function object stays the same.
 
 A wrapper in a function's place would be seen: by pickle (a reference that was taken before or is kept after is no
 longer the object of that name), by `torch.compile` and `__torch_function__` tables (which know functions by identity),
@@ -32,20 +32,20 @@ _NO_BODY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 
 
 class Around(Protocol):
-    """What lies around a call; none of it raises unless the user has asked for it."""
+    """Callbacks around a call; none of them raises unless the user has asked for it."""
 
     @property
     def idle(self) -> bool:
-        """Nothing is looked at."""
+        """Whether no call is observed."""
 
     def begins(self, args: Any, kwargs: Any) -> Any:
-        """Look at a call that begins; what is returned comes back at its end."""
+        """Observe a call that begins; the return value is passed to `ended` or `failed`."""
 
     def ended(self, noted: Any, result: Any) -> Any:
-        """Look at what a call returns, and return it."""
+        """Observe the result of a call, and return it."""
 
     def failed(self, noted: Any) -> None:
-        """Look at the exception that is on its way out of a call."""
+        """Observe the exception that leaves a call."""
 
 
 class _Look(NamedTuple):
@@ -71,7 +71,7 @@ _made: dict[tuple[CodeType, tuple[Hashable, ...]], CodeType | None] = {}
 def weave(
     function: FunctionType, change: Change, constants: Mapping[str, Any], kind: Hashable
 ) -> Callable[[], None] | None:
-    """Put a look into a function's code, as `change` writes it into the source; return what takes it out again.
+    """Put a callback into a function's code, as `change` writes it into the source; return the undo function.
 
     What `change` adds has to say where it stands. None where the function's source is not at hand, or not that of its
     code.
@@ -108,7 +108,7 @@ def _is_woven(function: FunctionType) -> bool:
 
 
 def all_of(undo: Iterable[Callable[[], None] | None]) -> Callable[[], None]:
-    """Return what undoes all of it."""
+    """Return a function that calls all of the given undo functions."""
     found = [one for one in undo if one is not None]
 
     def undo_all() -> None:
@@ -154,7 +154,7 @@ _around: weakref.WeakKeyDictionary[FunctionType, dict[str, _AroundNow]] = weakre
 
 
 def look_around(function: FunctionType, look: Around, also: str = "") -> Callable[[], None] | None:
-    """Put looks before and after a function's body into its code; while something is compiled they are not there.
+    """Put callbacks before and after a function's body into its code; they are absent during compilation.
 
     Args:
         also: one more condition, in the function's own variables and with `look`, for a call that is not looked at.
@@ -173,7 +173,7 @@ def look_around(function: FunctionType, look: Around, also: str = "") -> Callabl
 
 
 def lies_around(look: Around, function: Any) -> bool:
-    """Whether this look lies around a function's body: there may be others, of somebody else's."""
+    """Whether these callbacks are in a function's code, possibly among others."""
     if not isinstance(function, FunctionType) or not _is_woven(function):
         return False
     return any([one is look for kind in _around.get(function, {}).values() for one in kind.looks])
@@ -230,7 +230,7 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
 
 
 def call_of(placeholder: str, arguments: list[ast.expr]) -> ast.Call:
-    """Return the bytecode that calls a constant, the hook; compiling a call of a constant would print a warning."""
+    """Return the syntax tree of a call of a constant (the hook); compiling `1()` directly would print a warning."""
     look = ast.BoolOp(op=ast.Or(), values=[ast.Constant(placeholder), ast.Constant(None)])
     return ast.Call(func=look, args=arguments, keywords=[])
 

@@ -1,4 +1,4 @@
-"""Reading the autograd graph: what a node has saved, the shape of what it made, the leaf behind an accumulator."""
+"""Reader of the autograd graph: saved tensors of a node, the shape of its result, the leaf of an accumulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TELLS_HOOKS = not any([name.endswith(" (missing)") for name in (names.SAVED_DATA
 
 
 class SavedHooks:
-    """Which nodes may have hooks on what they have saved, for a torch that does not tell.
+    """The nodes that may have hooks on their saved tensors, for a torch that does not show them.
 
     Nodes have growing numbers, in each thread its own. Those that were made inside of `saved_tensors_hooks` have
     numbers from where it was entered to where it was left; nodes of another thread with such a number are left alone.
@@ -30,21 +30,21 @@ class SavedHooks:
         self._closed: deque[tuple[int, int]] = deque()
 
     def begin(self) -> None:
-        """Look from now on: what nodes that are there already have saved is not known."""
+        """Start to observe: existing nodes count as possibly hooked."""
         self._from = int(names.next_sequence())
         self._open.clear()
         self._closed.clear()
 
     def end(self) -> None:
-        """Stop looking at the graph."""
+        """Stop observing: from now on all nodes count as possibly hooked."""
         self._from = sys.maxsize
 
     def entered(self, *_: Any, **__: Any) -> None:
-        """Note that hooks are about to lie on what this thread saves."""
+        """Note that a `saved_tensors_hooks` context is entered in this thread."""
         self._open.append((threading.get_ident(), int(names.next_sequence())))
 
     def left(self, *_: Any, **__: Any) -> None:
-        """Note that the innermost hooks of this thread are gone."""
+        """Note that this thread's innermost `saved_tensors_hooks` context is left."""
         here, now = threading.get_ident(), int(names.next_sequence())
         at = next(iter([at for at in reversed(range(len(self._open))) if self._open[at][0] == here]), None)
         if at is None:  # they were there before anybody looked
@@ -57,11 +57,11 @@ class SavedHooks:
                 self._from = max(self._from, self._closed.popleft()[1])
 
     def registered(self, *_: Any, **__: Any) -> None:
-        """Note that a hook is put on one saved tensor, which may be any node's."""
+        """Note that a hook is put on one saved tensor, which may belong to any node."""
         self._from = sys.maxsize
 
     def may_lie_on(self, node: Any) -> bool:
-        """Whether what a node has saved may have hooks."""
+        """Whether a node's saved tensors may have hooks."""
         number = int(names.sequence(node)())
         return bool(
             number < self._from
@@ -79,7 +79,7 @@ def name_of(node: Any) -> str:
 
 
 def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
-    """Return the shape of a node's result, None where it is not known."""
+    """Return the shape of a node's result; None if unknown."""
     metadata = getattr(node, names.INPUT_METADATA, None)
     if not metadata or index >= len(metadata):
         return None
@@ -88,7 +88,7 @@ def shape_at(node: Any, index: int = 0) -> tuple[int, ...] | None:
 
 
 def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
-    """Return a tensor that a node has saved, None where it has not, or where a hook of the user would have to run."""
+    """Return a saved tensor of a node; None if there is none, or if a user's hook would have to run."""
     if not TELLS_HOOKS:
         return _saved_without_hook(node, name)
     raw = getattr(node, f"{names.RAW_SAVED}{name}", None)
@@ -109,13 +109,13 @@ def _saved_without_hook(node: Any, name: str) -> torch.Tensor | None:
 
 
 def saved_number(node: Any, name: str) -> int | None:
-    """Return a whole number that a node has saved."""
+    """Return a saved integer of a node; None if there is none."""
     value = saved_setting(node, name)
     return value if isinstance(value, int) else None
 
 
 def saved_setting(node: Any, name: str) -> float | None:
-    """Return a number that a node has saved."""
+    """Return a saved number of a node; None if there is none."""
     value = getattr(node, f"{names.SAVED}{name}", None)
     if isinstance(value, int):
         return value - (1 << 64) * (value >= 1 << 63)  # kept without its sign
@@ -128,16 +128,16 @@ def is_leaf(node: Any) -> bool:
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """Return the tensor whose gradient a node accumulates."""
+    """Return the tensor whose gradient a node accumulates; None for other nodes."""
     variable = node.variable if is_leaf(node) else None
     return variable if isinstance(variable, torch.Tensor) else None
 
 
 def milestones_of(scheduler: Any) -> list[int]:
-    """Return the calls after which each but the first of a scheduler's parts begins."""
+    """Return the numbers of calls after which the second and later parts of a scheduler begin."""
     return list(getattr(scheduler, names.MILESTONES, ()))
 
 
 def parts_of(scheduler: Any) -> list[Any]:
-    """Return the schedulers that a scheduler is made of."""
+    """Return the schedulers that a scheduler combines."""
     return list(getattr(scheduler, names.SCHEDULERS, ()))

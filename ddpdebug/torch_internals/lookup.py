@@ -1,4 +1,4 @@
-"""Looking up private names of torch: each is registered with what it is for and which probe is off without it."""
+"""Lookup of torch's private names: each is registered with its purpose and the probe that is off without it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MUST: Any = object()
 
 
 class MissingError(RuntimeError):
-    """This torch has not what a part of ddpdebug is built on; the part that meets it switches itself off."""
+    """This torch lacks a name that a part of ddpdebug needs; the part that meets the error is switched off."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """What ddpdebug does with private names of torch.
+    """A feature of ddpdebug that uses private names of torch.
 
     Args:
         name: for people, a few words.
@@ -57,7 +57,7 @@ class Name:
     since: tuple[int, int] = (0, 0)
 
     def is_missing(self) -> bool:
-        """Whether this torch should have it and has not."""
+        """Whether this torch should have the name but has not."""
         return self.applies() and not self.found()
 
     def is_later(self) -> bool:
@@ -71,7 +71,7 @@ TABLE: list[Name] = []
 
 
 def resolve(path: str) -> Any:
-    """Return what stands at a path that begins with `torch.`; loads nothing.
+    """Return the object at a path that begins with `torch.`; loads nothing.
 
     Raises:
         LookupError: nothing does.
@@ -85,7 +85,7 @@ def resolve(path: str) -> Any:
 
 
 def has(path: str) -> bool:
-    """Whether something stands at a path."""
+    """Whether there is an object at a path."""
     try:
         resolve(path)
     except LookupError:
@@ -94,7 +94,7 @@ def has(path: str) -> bool:
 
 
 def named_in(place: str, name: str) -> bool:
-    """Whether the code of torch's function at `place` uses a name: so are attributes of instances probed.
+    """Whether the code of torch's function at `place` uses a name: a test for instance attributes.
 
     Where somebody has put a function of his own there, it is taken for granted.
     """
@@ -129,7 +129,7 @@ def register(
     by_doctor: bool = False,
     since: tuple[int, int] = (0, 0),
 ) -> Name:
-    """Enter a name in the table; without `found` it is looked up."""
+    """Add a name to the table; without `found` it is looked up."""
     name = Name(path, feature, off or feature.off, found or functools.partial(has, path), applies, by_doctor, since)
     TABLE.append(name)
     return name
@@ -149,7 +149,7 @@ def thing(path: str, feature: Feature, *, otherwise: Any = _MUST, **more: Any) -
 
 
 def later(path: str, feature: Feature, *, otherwise: Any = _MUST, **more: Any) -> Callable[[], Any]:
-    """Register something of torch that may be loaded later, or change; return what looks it up, as `thing` does."""
+    """Register an object of torch that may be loaded later, or change; return a function that looks it up."""
     name = register(path, feature, **more)
 
     def look_up() -> Any:
@@ -162,7 +162,7 @@ def later(path: str, feature: Feature, *, otherwise: Any = _MUST, **more: Any) -
 
 
 def key(path: str, feature: Feature, *, stored_by: str = "", **more: Any) -> str:
-    """Register an attribute of objects of torch's and return its bare name, to get it by; an unknown one where missing.
+    """Register an attribute of torch objects and return its bare name; a name that no object has if it is missing.
 
     Args:
         stored_by: the function that gives instances the attribute, or works with it, where it is no class's own.
@@ -175,7 +175,7 @@ def key(path: str, feature: Feature, *, stored_by: str = "", **more: Any) -> str
 
 
 def reader(path: str, feature: Feature, **more: Any) -> Callable[[Any], Any]:
-    """Register an attribute as `key` does; return what reads it, as fast as an attribute is read."""
+    """Register an attribute as `key` does; return its getter."""
     bare = key(path, feature, **more)
     return _Missing(TABLE[-1]) if bare.endswith(" (missing)") else operator.attrgetter(bare)
 
@@ -194,7 +194,7 @@ class _Missing:
 
 
 def load(path: str) -> None:
-    """Load the modules of a path as far as there are any; for the doctor."""
+    """Import the modules of a path as far as they exist; for the doctor."""
     parts = path.split(".")
     for n in range(2, len(parts)):
         try:

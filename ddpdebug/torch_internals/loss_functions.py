@@ -1,4 +1,4 @@
-"""The loss functions of `torch.nn.functional`, reported when they are called without gradients.
+"""Callbacks in the loss functions of `torch.nn.functional`, for calls without gradients.
 
 Only where the user has asked for it (`--validation-loss functions`): it changes functions for the whole process.
 
@@ -55,7 +55,7 @@ _UNSEEN = "torch.is_grad_enabled() or torch.compiler.is_compiling()"
 
 
 def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
-    """Let `look` see what each loss function returns without gradients, before its caller does; return the undoing.
+    """Have `look` called with each loss computed without gradients; return the function that undoes it.
 
     Args:
         look: takes the value and by what it was computed, in words.
@@ -99,7 +99,7 @@ class _Returns(ast.NodeTransformer):
 
 
 def is_readable(loss: object) -> bool:
-    """Whether this is one number that may be read here and now: nothing traces, captures or follows operations."""
+    """Whether this is one number that may be read now: no trace, capture or mode records operations."""
     if names.without_function is None or type(loss) is not torch.Tensor:
         return False
     if loss.is_meta or loss.layout is not torch.strided or names.is_functorch_wrapped(loss):
@@ -112,6 +112,6 @@ def is_readable(loss: object) -> bool:
 
 
 def aside() -> AbstractContextManager[object]:
-    """Keep the user's `__torch_function__` and its modes out of what is done with a loss."""
+    """Return a context in which operations on a loss bypass the user's `__torch_function__` and modes."""
     kept: AbstractContextManager[object] = names.without_function()
     return kept

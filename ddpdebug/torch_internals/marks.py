@@ -1,4 +1,4 @@
-"""Tensors that are known again without being held, and without a reference to them.
+"""Recognition of tensors that are not held, without any reference to the tensor object.
 
 A weak reference to a tensor, of Python or of C++, keeps `torch.utils.swap_tensors` from working, by which modules are
 converted and states are loaded. So what is referred to weakly is the memory behind it, of which nobody counts that:
@@ -18,7 +18,7 @@ from ddpdebug.torch_internals.unlisted import unlisted
 
 
 class Seen:
-    """Knows a tensor again by its number and its memory; one without memory of its own is never known again.
+    """Recognises a tensor by its identity and its memory; one without memory of its own is never recognised.
 
     That of a DTensor is the memory of the part that this rank holds.
     """
@@ -29,7 +29,7 @@ class Seen:
         self._number, self._memory = id(tensor), _memory_of(held_here(tensor))
 
     def is_alive(self) -> bool:
-        """Return whether the tensor's memory is still there."""
+        """Return whether the tensor's memory still exists."""
         return self._memory is not None and self._memory() is not None
 
     def is_of(self, tensor: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ class Seen:
 
 
 class Memory:
-    """The memory of a tensor that is plain (`is_plain`), how the tensor lies on it, and how often that was written.
+    """The memory of a plain tensor (`is_plain`), the tensor's layout on it, and its version counter.
 
     Nothing is held until `hold`; the memory itself may be had as long as somebody else has it. No dispatch mode of the
     user's sees what is made for that.
@@ -59,11 +59,11 @@ class Memory:
 
     @property
     def version(self) -> int | None:
-        """How often the memory was written in place; None where nobody counts that (inference mode)."""
+        """The number of in-place writes; None if they are not counted (inference mode)."""
         return None if self._standin.is_inference() else int(names.version(self._standin))
 
     def tensor(self) -> torch.Tensor | None:
-        """Return a tensor on the memory, without a graph; None when the memory is gone."""
+        """Return a tensor on the memory, without a graph; None if the memory is gone."""
         if self._held:
             return self._standin
         storage = self._weak()
@@ -73,14 +73,14 @@ class Memory:
             return self._nothing().set_(storage, *self._place)
 
     def hold(self) -> None:
-        """Keep the memory from here on, if it is still there."""
+        """Hold the memory from now on, if it still exists."""
         tensor = None if self._held else self.tensor()
         if tensor is not None:
             self._standin.data = tensor
             self._held = True
 
     def let_go(self) -> None:
-        """Keep it no longer."""
+        """Hold the memory no longer."""
         if self._held:
             self._held = False
             with names.without_dispatch_keys():

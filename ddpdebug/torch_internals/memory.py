@@ -1,4 +1,4 @@
-"""What the memory probes need of torch: allocators, history, snapshots, storages."""
+"""Adapter for the memory probes: torch's allocators, history, snapshots, storages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpdebug.torch_internals import names
 
 
 def device_memory_stats() -> Mapping[str, Any]:
-    """Return the accelerator's nested allocator statistics, empty while it is not in use; asks no device."""
+    """Return the accelerator's nested allocator statistics, empty while it is not in use; queries no device."""
     kind = accelerator()
     if kind is None or (kind == "cuda" and not torch.cuda.is_initialized()):
         return {}
@@ -26,7 +26,7 @@ def device_memory_stats() -> Mapping[str, Any]:
 
 @functools.cache
 def accelerator() -> str | None:
-    """Return the kind of accelerator that this torch is built for, without asking the driver."""
+    """Return the kind of accelerator that this torch is built for, without a query of the driver; None if none."""
     try:
         device = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 says so where it is built for none
@@ -35,7 +35,7 @@ def accelerator() -> str | None:
 
 
 def device_memory_limit() -> int:
-    """Return the bytes that this process may have of the current device; asks the driver."""
+    """Return the bytes of the current device that this process may use; queries the driver."""
     # torch has it for all accelerators since 2.10
     info: Any = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
     return int(info()[1] * _share_of_device())
@@ -52,7 +52,7 @@ def _share_of_device() -> float:
 
 
 def record_memory_history(level: str) -> bool:
-    """Begin to record the allocator's history at `light` or `full`; return whether this torch can.
+    """Start to record the allocator's history at `light` or `full`; return whether this torch supports it.
 
     `light` keeps the Python stack of what is allocated now, `full` also a ring of the last 50,000 events.
     """
@@ -67,7 +67,7 @@ def record_memory_history(level: str) -> bool:
 
 
 def stop_memory_history() -> None:
-    """End what `record_memory_history` began."""
+    """Stop the recording of `record_memory_history`."""
     names.record_memory_history(None)
 
 
@@ -82,7 +82,7 @@ def memory_summary() -> str:
 
 
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Have `observer(device, requested, total, free)` called before CUDA raises; it stays. Return whether this can."""
+    """Have `observer(device, requested, total, free)` called before CUDA raises, for good; return whether it works."""
     attach = names.observe_out_of_memory
     if attach is None or not torch.cuda.is_initialized():
         return False
@@ -91,17 +91,17 @@ def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> boo
 
 
 def current_node() -> Any:
-    """Return the autograd node that runs in this thread, None outside of backward."""
+    """Return the autograd node that runs in this thread; None outside of backward."""
     return names.current_node()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return an id of a storage that holds while it lives, also where several Python objects stand for it."""
+    """Return an id of a storage, the same for all Python objects that represent it, valid while it lives."""
     return int(names.storage_id(storage))
 
 
 def number_of_samples(sampler: Mapping[str, Any]) -> int | None:
-    """Return how many samples a `RandomSampler` was told to draw, from its attributes; None: as many as there are."""
+    """Return the `num_samples` that a `RandomSampler` was given, from its attributes; None for the default."""
     number = sampler.get(names.NUMBER_OF_SAMPLES)
     return number if type(number) is int else None
 

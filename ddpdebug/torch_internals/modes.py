@@ -1,4 +1,4 @@
-"""What the user has put over torch's operations: dispatch and function modes, default device, `torch.func` transforms.
+"""Modes of the user over torch's operations: dispatch and function modes, default device, `torch.func` transforms.
 
 A probe must not be seen by them: a mode that counts, logs, refuses or fakes operations would take ours for the job's.
 """
@@ -19,12 +19,12 @@ from ddpdebug.torch_internals.names import (
 
 
 def can_step_aside() -> bool:
-    """Whether operations of ours can be kept from what is active; a transform cannot be left."""
+    """Whether ddpdebug's operations can bypass the active modes; a transform cannot be bypassed."""
     return transform() is None and _without_dispatch is not None and _without_function is not None
 
 
 def aside_of_modes(probe: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `probe(*args, **kwargs)`, whose operations no mode sees."""
+    """Return `probe(*args, **kwargs)`, with its operations hidden from all modes."""
     if not dispatch_modes():
         with _without_function():
             return probe(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The private names of torch that ddpdebug uses, all of them: what each is for, and which probe is off without it.
+"""All private names of torch that ddpdebug uses: the purpose of each, and the probe that is off without it.
 
 Nothing else in ddpdebug touches a name of torch's with an underscore (`tests/torch_internals/test_private_names.py`).
 A name that this torch has not is said when ddpdebug attaches; what needs it is left out, or switches its part off when
@@ -36,7 +36,7 @@ from ddpdebug.torch_internals.lookup import (
 
 
 def inherits(kind: type, names: Iterable[str]) -> bool:
-    """Whether a class or one of its bases has one of the names: classes that nobody must import for that."""
+    """Whether a class or one of its bases has one of the names, so that the classes need not be imported."""
     wanted = set(names)
     return any([base.__name__ in wanted for base in type.__getattribute__(kind, "__mro__")])
 
@@ -108,7 +108,7 @@ UPDATE_DEFAULT_GROUP = key(
 
 
 def update_default_group(group: Any) -> None:
-    """Make a group the default one."""
+    """Make a process group the default one."""
     getattr(dist.distributed_c10d, UPDATE_DEFAULT_GROUP)(group)
 
 
@@ -524,7 +524,7 @@ observe_out_of_memory: Any = thing(
 
 
 def missing(*, doctor: bool = False) -> list[Name]:
-    """Return the names that this torch should have and has not.
+    """Return the names that this torch should have but has not.
 
     Args:
         doctor: also those whose probe loads or computes something, and those that came with a later torch.

@@ -1,4 +1,4 @@
-"""Names of autograd's nodes that ddpdebug knows graphs by, each with an operation that makes the node.
+"""Names of autograd nodes by which ddpdebug recognises graphs, each with an operation that makes the node.
 
 The names are torch's own and change with its operations. `unmade` lets a real graph show which of them this torch still
 makes; it computes a little, so `ddpdebug doctor` and the tests ask it, never a job.
@@ -138,7 +138,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def kinds() -> frozenset[str]:
-    """Return what the nodes are the backward of, in lower case: `nllloss2d` for `NllLoss2DBackward0`."""
+    """Return the operations of the nodes, in lower case: `nllloss2d` for `NllLoss2DBackward0`."""
     return frozenset(name.partition("Backward")[0].lower() for name in NODES)
 
 

@@ -1,4 +1,4 @@
-"""What a replay needs of torch: hooks, tables of modules, autograd nodes, versions, dispatch."""
+"""Adapter for replays: torch's hooks, tables of modules, autograd nodes, versions, dispatch."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def _table(module: torch.nn.Module, name: str) -> dict[str, Any]:
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return a module's own parameters, those of its children left out; `parameters` may be a method of the user's."""
+    """Return a module's own parameters without those of its children, and without calling its `parameters`."""
     return [parameter for parameter in getattr(module, names.PARAMETERS).values() if parameter is not None]
 
 
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's own buffers by name, those of its children left out."""
+    """Return a module's own buffers by name, without those of its children."""
     return {name: buffer for name, buffer in getattr(module, names.BUFFERS).items() if buffer is not None}
 
 
 class OperationMode(names.DispatchMode):  # type: ignore[misc]  # looked up, so that it may be missing
-    """A mode that sees every operation, and whose use does not load the compiler (a second, in the middle of a job)."""
+    """A dispatch mode that sees every operation and whose use does not load the compiler (a second, amid a job)."""
 
     def __init__(self) -> None:
         if names.DispatchMode is object:
@@ -79,7 +79,7 @@ def sequence_of(node: Any) -> int:
 
 
 def saved_of(node: Any) -> dict[str, Any]:
-    """Return what a node has saved for backward, as far as it is still there."""
+    """Return the values that a node has saved for backward, as far as they still exist."""
     found = {}
     for name in dir(node):
         if name.startswith(names.SAVED):
@@ -107,7 +107,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def use_one_thread() -> None:
-    """Have this thread compute alone in a copy of a process, where the other threads that it used are missing.
+    """Limit this thread to one compute thread in a copy of a process, in which the pool's threads are missing.
 
     `torch.set_num_threads` would end its pool of threads, and wait for those that are not there.
     """
@@ -125,7 +125,7 @@ def syncs_statistics(module: torch.nn.Module) -> bool:
 
 
 def is_parallel(module: torch.nn.Module) -> str | None:
-    """Return what a module is whose forward communicates (DDP, FSDP, tensor parallel), None for other modules."""
+    """Return the kind of a module whose forward communicates (DDP, FSDP, tensor parallel); None for other modules."""
     kinds = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
     # what operations on these send is done below the mode that would see it
     if any([inherits(type(parameter), ("DTensor",)) for parameter in own_parameters(module)]):

@@ -1,4 +1,4 @@
-"""Tables of modules and optimizers, read without calling methods, which may be the user's."""
+"""Tables of modules and optimizers, read without calling methods, which may be user code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpdebug.torch_internals import names
 def named_modules(
     root: torch.nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield what `Module.named_modules` does, in its order."""
+    """Yield the same as `Module.named_modules`, in the same order."""
     seen: set[int] = set()
     waiting = [(prefix, root)]
     while waiting:  # no recursion of generators: each level would pass on every module below it
@@ -35,7 +35,7 @@ def _table(module: torch.nn.Module, name: str) -> Any:
 
 
 def own_attribute(owner: object, name: str, default: Any = None) -> Any:
-    """Return an attribute as it lies on an object or its class: `__getattr__` of the user's is not asked."""
+    """Return an attribute from an object's own table or its class, without calling a user's `__getattr__`."""
     own = _dictionary(owner)
     if name in own:
         return own[name]
@@ -46,7 +46,7 @@ def own_attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def in_train_mode(module: torch.nn.Module) -> bool:
-    """Return whether a module is in train mode; `__getattribute__` of the user's is not asked."""
+    """Return whether a module is in train mode, without calling a user's `__getattribute__`."""
     own = _dictionary(module).get("training")
     return bool(module.training if own is None else own)  # a `ScriptModule` has it elsewhere
 
@@ -60,37 +60,37 @@ def _dictionary(owner: object) -> dict[str, Any]:
 
 
 def own_child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
-    """Return a child of a module by the name under which it is registered."""
+    """Return the child of a module registered under a name; None if there is none."""
     table = _table(module, names.MODULES)  # that of a `ScriptModule` is no dictionary
     found: torch.nn.Module | None = table[name] if name in table else None  # noqa: SIM401 - it cannot be asked otherwise
     return found
 
 
 def groups(optimizer: object) -> list[dict[str, Any]]:
-    """Return an optimizer's parameter groups; those of a class of the user's as plain dictionaries."""
+    """Return an optimizer's parameter groups; instances of a user's dict class as plain dictionaries."""
     own: Any = _dictionary(optimizer).get("param_groups")
     found = getattr(optimizer, "param_groups", ()) if own is None else own
     return [dict(dict.items(g)) if type(g) is not dict and issubclass(type(g), dict) else g for g in found]
 
 
 def params(optimizer: object) -> list[torch.nn.Parameter]:
-    """Return what an optimizer trains, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its groups."""
     return [parameter for group in groups(optimizer) for parameter in group["params"]]
 
 
 def state(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the table of what an optimizer keeps for each parameter."""
+    """Return an optimizer's table of state by parameter."""
     own = _dictionary(optimizer).get("state")
     return optimizer.state if own is None else own
 
 
 def modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield what `Module.modules` does."""
+    """Yield the same as `Module.modules`."""
     return (module for _, module in named_modules(root))
 
 
 def children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield what `Module.children` does."""
+    """Yield the same as `Module.children`."""
     seen: set[int] = set()
     for child in _table(module, names.MODULES).values():
         if child is not None and id(child) not in seen:
@@ -101,17 +101,17 @@ def children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def named_parameters(
     root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield what `Module.named_parameters` does."""
+    """Yield the same as `Module.named_parameters`."""
     return _members(root, names.PARAMETERS, remove_duplicate=remove_duplicate)
 
 
 def parameters(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield what `Module.parameters` does."""
+    """Yield the same as `Module.parameters`."""
     return (parameter for _, parameter in named_parameters(root))
 
 
 def first_parameter(root: torch.nn.Module) -> torch.nn.Parameter | None:
-    """Return the first of a module's parameters, None where it has none; walks no further."""
+    """Return the first of a module's parameters; None if it has none. Walks no further."""
     waiting = [root]
     while waiting:
         module = waiting.pop()
@@ -123,12 +123,12 @@ def first_parameter(root: torch.nn.Module) -> torch.nn.Parameter | None:
 
 
 def named_buffers(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `Module.named_buffers` does."""
+    """Yield the same as `Module.named_buffers`."""
     return _members(root, names.BUFFERS, remove_duplicate=True)
 
 
 def buffers(root: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what `Module.buffers` does."""
+    """Yield the same as `Module.buffers`."""
     return (buffer for _, buffer in named_buffers(root))
 
 

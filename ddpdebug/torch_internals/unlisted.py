@@ -1,4 +1,4 @@
-"""Tensors that Python's garbage collector does not list, so that a script which counts tensors counts its own.
+"""Tensors hidden from Python's garbage collector, so that a script which counts tensors counts only its own.
 
 `gc.get_objects()` is how memory leaks are hunted. The collector is needed for cycles alone: a tensor of ours refers to
 nothing of Python's, so that it is in none.
@@ -14,6 +14,6 @@ _untrack = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", cty
 
 
 def unlisted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is ours alone and that is kept for longer than a call, off the collector's list."""
+    """Remove a tensor of ddpdebug's own, kept for longer than a call, from the collector's list, and return it."""
     _untrack(tensor)
     return tensor

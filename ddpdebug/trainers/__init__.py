@@ -1,1 +1,1 @@
-"""Callbacks for the trainers of others. Each module loads its trainer's package, so none is loaded from here."""
+"""Callbacks for trainers of other packages. Each module loads its trainer's package, so none is loaded from here."""

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers have in common: a monitor for one training, told what the trainer knows."""
+"""The shared part of all trainers' callbacks: a monitor for one training, and its validation loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VALIDATION_LOSS = re.compile(r"(val|valid|validation|eval|dev)[_/. -]?loss(_epo
 
 
 class Attachment:
-    """A monitor for as long as one training takes; where one is there already, that is used, and left open.
+    """A monitor for the duration of one training; an existing one is used, and left open.
 
     Args:
         val_loss: the name of the metric that is the validation loss; None takes the first whose name says that it is.
@@ -43,7 +43,7 @@ class Attachment:
         return {**vars(self), "_own": None}
 
     def open(self) -> None:
-        """Attach, unless this process is attached to; training goes on without it where that fails."""
+        """Attach, unless a monitor exists; training goes on if attaching fails."""
         if self._config is None or current() is not None:
             return
         try:
@@ -54,7 +54,7 @@ class Attachment:
             say(f"ddpdebug: could not attach, training runs without it: {text_of(error)}\n")
 
     def tell(self, metrics: Mapping[str, Any] | None) -> None:
-        """Observe the validation loss out of what an evaluation has measured, by name."""
+        """Observe the validation loss among the metrics of an evaluation, by name."""
         monitor = current()
         if monitor is not None and metrics:
             monitor.guard.run("probe:observe", self._tell, monitor, metrics)
@@ -74,7 +74,7 @@ class Attachment:
             say(f"ddpdebug: no metric {name!r} for the validation loss; logged were: {there}\n")
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the monitor that was opened here, and no other; `error` is what has ended the training."""
+        """Close the monitor that was opened here, if any; `error` is the exception that ended the training."""
         monitor, self._own = self._own, None
         if monitor is not None:
             monitor.close_by(error)

@@ -1,4 +1,4 @@
-"""Ranks that a trainer starts by itself, each as `python script.py`: what they are told, and how they attach."""
+"""Ranks that a trainer starts by itself as `python script.py`: their settings from the first process, and attaching."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpdebug.processes.launch import RUN_ID
 
 
 def invitation(monitor: Monitor, environ: Mapping[str, str]) -> str | None:
-    """Return what ranks that this process starts must know; None where it is not the first one of ranks yet to come."""
+    """Return the settings for ranks that this process starts; None if it is not the first of ranks yet to come."""
     if monitor.starts is None or "LOCAL_RANK" in environ or "RANK" in environ:
         return None  # `watch` stands in the script, which all ranks run; or somebody else starts the ranks
     given = {
@@ -30,7 +30,7 @@ def invitation(monitor: Monitor, environ: Mapping[str, str]) -> str | None:
 
 
 def join(invited: str, environ: MutableMapping[str, str]) -> None:
-    """Attach to this process, a rank that a watched one has started and told this.
+    """Attach to this process, a rank that a watched process has started with an invitation.
 
     Raises:
         ValueError: it cannot be read.

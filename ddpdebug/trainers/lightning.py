@@ -19,7 +19,7 @@ else:
 
 
 class DebugCallback(Callback):
-    """Watches each `fit` of a Trainer: `Trainer(callbacks=[DebugCallback()])`.
+    """Attaches ddpdebug to each `fit` of a Trainer: `Trainer(callbacks=[DebugCallback()])`.
 
     It attaches before the model is wrapped in DDP and detaches when training ends. Under `ddpdebug run`, or after
     `ddpdebug.watch()`, it uses the monitor that is there.
@@ -36,7 +36,7 @@ class DebugCallback(Callback):
         self._attachment = Attachment(val_loss, options)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Attach: the process group is there, DDP is not."""
+        """Attach: the process group exists already, DDP does not."""
         if stage == "fit":
             self._attachment.open()
 
@@ -50,21 +50,21 @@ class DebugCallback(Callback):
         self._attachment.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach, with the reason."""
+        """Detach, with the exception as the reason."""
         self._attachment.close(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Detach, where nothing was trained."""
+        """Detach if nothing was trained."""
         self._attachment.close()
 
 
 class AddedCallback(DebugCallback):
-    """What comes into each Trainer of a process that ddpdebug watches; one that the script has put there goes first."""
+    """The callback that ddpdebug adds to each Trainer of a watched process; one of the script's own has priority."""
 
     def __init__(self) -> None:
         self._attachment = Attachment(None, None)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Observe the validation loss that was logged, where no callback of the script's does."""
+        """Observe the logged validation loss, unless a callback of the script does."""
         if not any(isinstance(one, DebugCallback) and type(one) is not AddedCallback for one in trainer.callbacks):
             super().on_validation_end(trainer, pl_module)

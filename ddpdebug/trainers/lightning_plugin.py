@@ -1,4 +1,4 @@
-"""What Lightning calls wherever it makes a Trainer or a Fabric, through the entry points of this package.
+"""Entry points that Lightning calls whenever it makes a Trainer or a Fabric.
 
 In a process that ddpdebug does not watch that does and loads nothing. Where `ddpdebug run` watches a script whose ranks
 Lightning starts as processes of its own, it notes for them what they must know, and they attach as they come here.
@@ -18,12 +18,12 @@ LAUNCHED = "DDPDEBUG_LAUNCHED"
 
 
 def trainer_callbacks() -> list[Any]:
-    """Return the callback for a Trainer that is being made, if ddpdebug watches."""
+    """Return the callback for a new Trainer, if ddpdebug watches this process."""
     return _come_along(with_callback=True)
 
 
 def fabric_callbacks() -> list[Any]:
-    """Return nothing for a Fabric, which calls back only where the script says so; its ranks are attached to."""
+    """Return no callback for a Fabric, whose callbacks run only on the script's request; but attach to its ranks."""
     return _come_along(with_callback=False)
 
 

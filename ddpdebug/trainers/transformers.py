@@ -10,7 +10,7 @@ from ddpdebug.trainers.attachment import Attachment
 
 
 class DebugCallback(TrainerCallback):
-    """Watches each `train` of a Trainer: `Trainer(..., callbacks=[DebugCallback()])`.
+    """Attaches ddpdebug to each `train` of a Trainer: `Trainer(..., callbacks=[DebugCallback()])`.
 
     It attaches as the Trainer is made, before the model is wrapped in DDP, and detaches when training ends. Under
     `ddpdebug run`, or after `ddpdebug.watch()`, it uses the monitor that is there.
@@ -29,16 +29,16 @@ class DebugCallback(TrainerCallback):
         self._metrics: dict[str, Any] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach: the process group is there, DDP is not."""
+        """Attach: the process group exists already, DDP does not."""
         self._attachment.open()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach, where the callback came later, or an earlier training has ended."""
+        """Attach if the callback was added later, or an earlier training has ended."""
         self._attachment.open()
         self._trains, self._told, self._metrics = True, False, {}
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Observe the validation loss; of several data sets each is evaluated by itself."""
+        """Observe the validation loss; each of several data sets is evaluated by itself."""
         if not self._trains or not metrics:
             return
         self._metrics.update(metrics)

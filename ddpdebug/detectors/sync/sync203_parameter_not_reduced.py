@@ -31,7 +31,7 @@ class ParameterNotReduced(GradientRule):
     turned back), `never-wrapped` (in no DDP at all). Search for that change behind the wrapping.
 
     Causes:
-    - `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that leaves some out
+    - `never-wrapped`, `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that leaves some out
     - `never-wrapped`: a second module (discriminator, criterion with weights, projection) whose parameters are in the
       optimizer, but that was never wrapped
     - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
@@ -39,7 +39,7 @@ class ParameterNotReduced(GradientRule):
     - `unfrozen`: `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
 
     Remedy:
-    - `others averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
+    - `never-wrapped`, `others averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
     - `never-wrapped`: wrap every module that has trainable parameters, or put them into the one that is wrapped
     - `unfrozen`: keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
     - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change

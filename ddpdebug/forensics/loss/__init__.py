@@ -1,1 +1,1 @@
-"""The operation and the line of a loss that went wrong."""
+"""The operation, and the source line, that made a loss non-finite."""

@@ -1,4 +1,4 @@
-"""Reads which dropout, and which dropout written by hand, a module's own code calls, and whether it is switched on.
+"""Finds the calls of dropout, or of hand-written dropout, in a module's source, and whether they are active.
 
 By hand is noise of a fixed size that is added to something, and a mask of a fixed rate that something is multiplied by.
 Noise that is computed with otherwise is the model's: a variational one learns its size, one of denoising uses it again.
@@ -69,7 +69,7 @@ class _Drawn(NamedTuple):
 
 
 def dropout_calls(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
-    """Return the dropout calls of a module that are not certainly off, and whether its code draws in other ways too."""
+    """Return the dropout calls of a module that may be active, and whether its code draws random numbers otherwise."""
     forward = inspect.getattr_static(type(module), "forward", None)
     forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not isinstance(forward, FunctionType):

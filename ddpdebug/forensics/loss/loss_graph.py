@@ -1,4 +1,4 @@
-"""Names the operation of a loss expression that made the loss, or the gradient that it gives to the model, non-finite.
+"""Names the operation of a loss expression that made the loss, or its gradient for the model, non-finite.
 
 The expression stands in the user's code and cannot be run again. Its autograd graph is there until backward frees it:
 each node has the operands that it needs for backward, from which the operation's result can be computed once more. The
@@ -60,7 +60,7 @@ _RESULTS: dict[str, Callable[[_Saved], Any]] = {
 
 
 def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
-    """Return a JSON value about the first operation of the loss expression with a non-finite result, or None.
+    """Return a JSON value about the loss expression's first operation with a non-finite result; None if there is none.
 
     Called before backward, which frees what is looked at here.
 
@@ -94,7 +94,7 @@ def _handed_on(node: Any, bad: torch.Tensor, nodes: Sequence[Any]) -> dict[str, 
 
 
 def watch_backward(loss: torch.Tensor, after: int, guard: Guard, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Let `tell` know of the first operation of a loss expression whose backward makes its gradient non-finite.
+    """Call `tell` with the first operation of a loss expression whose backward makes its gradient non-finite.
 
     `tell` is called while backward runs, with a JSON value as of `explain_loss`. The hooks belong to the graph and go
     with it; they hold neither nodes nor tensors.
@@ -139,7 +139,7 @@ def _first_bad(gradients: Sequence[torch.Tensor | None]) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return what a node is the backward of: `NllLoss2D` for `NllLoss2DBackward0`."""
+    """Return the operation of a backward node: `NllLoss2D` for `NllLoss2DBackward0`."""
     return name.rstrip("0123456789").removesuffix("Backward")
 
 

@@ -1,4 +1,4 @@
-"""The source line behind an autograd node of the loss, found by reading the source; runs nothing of the user's.
+"""The source line behind an autograd node of the loss, found by reading the source; runs no user code.
 
 What ran between the model's call and backward is written down there: its operations in the order of their evaluation,
 those of the functions that it calls in their place. The graph has its nodes in the same order. Laid side by side, most
@@ -26,14 +26,14 @@ _MAX_FRAMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The source line of an operation of the loss, or several that could be it."""
+    """The source line of an operation of the loss, or several candidates."""
 
     lines: tuple[str, ...]
     function: str  # that holds the first of them
     sure: bool  # most of the graph was found in the source
 
     def fields(self) -> dict[str, Any]:
-        """Return what a detail says of it; `location` only when there is no doubt."""
+        """Return the fields of a detail about the place; `location` only without doubt."""
         if len(self.lines) > 1 or not self.sure:
             return {"location": None, "candidates": self.lines[:_MAX_CANDIDATES]}
         how = f"in the source of {self.function}, by matching its operations with the loss's graph"
@@ -48,7 +48,7 @@ def place_of(
     called_at: tuple[str, int] | None,
     caller: tuple[CodeType, Mapping[str, Any]] | None = None,
 ) -> Place | None:
-    """Return where the operation behind a node of the loss's graph stands, as far as the source shows it.
+    """Return the source line of the operation behind a node of the loss's graph; None if the source does not show it.
 
     Args:
         frame: which calls backward.
@@ -69,7 +69,7 @@ def place_of(
 
 
 def best_fits(written: Sequence[Collection[str]], nodes: Sequence[str], bad: int) -> tuple[list[int], int]:
-    """Return the positions in `written` that can be node `bad` when as many nodes as possible fit in order.
+    """Return the positions in `written` that can be node `bad` when as many nodes as possible match in order.
 
     Also returns how many fit. With few, the operation may stand in code that could not be read.
     """

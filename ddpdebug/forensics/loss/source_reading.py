@@ -1,4 +1,4 @@
-"""Reader of source: lists the tensor operations that it performs, in the order of their evaluation. Runs nothing.
+"""Reader of source code: lists the tensor operations in it, in the order of their evaluation. Runs nothing.
 
 Names are looked up in the tables of frames, modules and instances; functions that are written in Python are read as if
 they stood where they are called, those of installed packages under the line of the user's code that calls them. Most
@@ -96,7 +96,7 @@ class Written(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The code that is being read."""
+    """The code that is being read, with the values of its names."""
 
     file: str
     function: str
@@ -107,7 +107,7 @@ class Context(NamedTuple):
 
 
 def function_tree(code: CodeType) -> ast.AST | None:
-    """Return the source of a function or module with the lines of its file, None when it cannot be read."""
+    """Return the syntax tree of a function or module, with the line numbers of its file; None if it cannot be read."""
     lines = linecache.getlines(code.co_filename)
     if not lines or len(lines) > _MAX_LINES:
         return None
@@ -123,7 +123,7 @@ def function_tree(code: CodeType) -> ast.AST | None:
 
 
 class Reader:
-    """Reads one expression and what it calls.
+    """Reads one expression and the functions that it calls.
 
     Args:
         models: objects whose call makes everything before it forgotten.
@@ -144,12 +144,12 @@ class Reader:
         scope: ast.AST,
         lines: tuple[int, int],
     ) -> None:
-        """Read those statements of a running function that lie between two lines."""
+        """Read the statements of a running function between two lines."""
         context = Context(code.co_filename, code.co_name, dict(names), outer, None, 0)
         self._statements(getattr(scope, "body", []), context, lines)
 
     def method(self, function: FunctionType, owner: object) -> None:
-        """Read a method of an object, of whose other arguments nothing is known."""
+        """Read a method of an object; nothing is known of its other arguments."""
         code = function.__code__
         call = ast.Call(ast.Name("self", ast.Load(), lineno=code.co_firstlineno), [], [])
         self._read(function, owner, call, Context(code.co_filename, code.co_name, {}, {}, None, 0))
@@ -369,7 +369,7 @@ def _name(node: ast.expr) -> str:
 
 
 def kinds_of_call(name: str, owner: Any) -> Kinds:
-    """Return the kinds of the nodes that a call of a function or method makes, one set for each.
+    """Return the possible kinds of the autograd nodes that a function or method call makes, one set for each node.
 
     Args:
         owner: what the method is called on, where that is known.
@@ -381,7 +381,7 @@ def kinds_of_call(name: str, owner: Any) -> Kinds:
 
 
 def kinds_of_operator(node: ast.AST) -> Kinds:
-    """Return the kinds of the nodes that an operator makes, nothing for what is none."""
+    """Return the possible kinds of the autograd nodes that an operator makes; empty for anything else."""
     match node:
         case ast.BinOp(op=ast.Div(), left=ast.Constant()):
             return _sets("reciprocal mul")

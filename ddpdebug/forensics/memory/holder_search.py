@@ -1,4 +1,4 @@
-"""The search for the object that holds growing memory: when it runs, and on which rank (the lowest that grows)."""
+"""The search for the object that holds growing memory: its time, and its rank (the lowest whose memory grows)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Search:
 
 
 class HolderSearch:
-    """The searches of one rank, once for each cause: asked for in the background thread, made on the training thread.
+    """The searches of one rank, one for each cause: requested in the background thread, run on the training thread.
 
     All state belongs to the background thread; `boundary` knows the plans only.
     """
@@ -59,7 +59,7 @@ class HolderSearch:
         bus.on("forensics:holders", StepClosing, self.boundary)
 
     def learn(self, step: Step) -> None:
-        """Note how the ranks grow; called with the same steps on all ranks."""
+        """Record the memory growth of all ranks; called with the same steps on all ranks."""
         if step.optimizer != 0:
             return
         for rank, row in step.rows.items():
@@ -70,7 +70,7 @@ class HolderSearch:
             self._over |= 2 * self._graphs() < self._search.graphs
 
     def known(self) -> bool:
-        """Whether there is an answer, and arrange for one if it is this rank's turn."""
+        """Whether there is a result; if not and this rank is the one to search, plan the search."""
         if self.chosen() != self.rank:
             return True
         if self._search is not None and not self._search.made:
@@ -88,7 +88,7 @@ class HolderSearch:
         return False
 
     def found(self) -> Holders | None:
-        """Return the newest answer."""
+        """Return the newest result."""
         return self._result
 
     def _graphs(self) -> int:
@@ -103,7 +103,7 @@ class HolderSearch:
         return min((rank for rank, (_, grown) in self._now.items() if grown >= _SHARE * growth), default=0)
 
     def boundary(self, _: StepClosing) -> None:
-        """Search if that is wanted; on the training thread, at the end of a step."""
+        """Run planned searches; on the training thread, at the end of a step."""
         for wanted in self._plans.take(_KIND):
             try:
                 frame = sys._getframe(1)  # noqa: SLF001 - to walk the stack
@@ -115,7 +115,7 @@ class HolderSearch:
 
 
 def known_tensors(state: StepState, *, gradients: bool) -> set[int]:
-    """Return the ids of the tensors that are meant to stay: parameters, gradients, buffers, optimizer state.
+    """Return the ids of tensors that are meant to stay: parameters, gradients, buffers, optimizer state.
 
     Args:
         gradients: they may be read here.

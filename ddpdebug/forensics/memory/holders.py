@@ -1,4 +1,4 @@
-"""Holders of tensors that live from step to step: a variable, attribute or container, with the line that fills it.
+"""Holders of tensors that live from step to step: a variable, an attribute or a container, and the line that fills it.
 
 Runs on the training thread between two steps, on suspicion only: the frames of another thread may change while they
 are read. It goes from everything that has a name in the user's code (variables of the running functions, globals of
@@ -91,7 +91,7 @@ class _Place:
 
 @dataclass(slots=True)
 class Search:
-    """One search; `visits` and `nodes` count what was looked at.
+    """One search; `visits` and `nodes` count the objects examined.
 
     Args:
         known: ids of tensors that are meant to stay: parameters, gradients, optimizer state, buffers.
@@ -105,7 +105,7 @@ class Search:
     _keep: list[Any] = field(default_factory=list)  # what was made for the search: its numbers must not be used again
 
     def run(self, frames: Iterable[FrameType]) -> list[Holder]:
-        """Return the holders that keep most, first."""
+        """Return the holders, those that keep most first."""
         waiting: deque[tuple[Any, _Place, int]] = deque()
         for value, place in _roots(frames):
             waiting.append((value, place, 0))
@@ -352,7 +352,7 @@ class _Line:
 
 
 def filled_at(codes: Iterable[CodeType], name: str) -> str | None:
-    """Return `file:line` of the line that most likely adds to `name`, the first codes first."""
+    """Return the `file:line` that most likely adds to `name`; earlier code objects win a tie."""
     best: tuple[int, str] | None = None
     for code in _with_nested(codes):
         for number, line in sorted(_lines(code).items()):

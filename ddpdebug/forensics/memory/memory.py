@@ -1,4 +1,4 @@
-"""The monitor's memory forensics in one object: search for holders, reports of failed allocations, the CPU limit."""
+"""The memory forensics of a monitor: search for holders, reports of failed allocations, the CPU memory limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpdebug.schema.announcements import Announce, Announcement, DeclaredGrowth
 
 
 class MemoryForensics:
-    """Looks for holders, writes summaries of failed allocations, takes declarations of growth.
+    """Searches for holders, writes summaries of failed allocations, takes declarations of growth.
 
     Args:
         add_to: adds evidence to the findings of a code.
@@ -56,7 +56,7 @@ class MemoryForensics:
         self._limit: CpuLimit | None = None
 
     def install(self, config: Config) -> None:
-        """Take the settings; begin to count CPU tensors where there is a limit for them."""
+        """Take the settings; start to count CPU tensors if there is a limit for them."""
         self.reports.level = config.memory_history
         self.reports.rule = ExplainingRule({"threshold": config.threshold})
         if config.memory_limit and self._limit is None:
@@ -65,17 +65,17 @@ class MemoryForensics:
             self._limit.start()
 
     def begin(self, rank: int, world: int) -> None:
-        """Take the identity of this rank."""
+        """Set rank and world size."""
         self.holder_search.rank = rank
         self.reports.rank, self.reports.world = rank, world
 
     def hear(self, rank: int, announcement: Announcement | None) -> None:
-        """Take what some rank has announced, in the background thread, which isolates it."""
+        """Handle the announcement of a rank; in the background thread, which isolates errors."""
         if isinstance(announcement, MemoryState):
             self.reports.hear(rank, announcement)
 
     def expect(self, what: str, size: int | None) -> None:
-        """Announce to the rules growth that is meant to be."""
+        """Announce intended memory growth to the rules."""
         if not isinstance(what, str) or not what or (size is not None and (not isinstance(size, int) or size <= 0)):
             raise ValueError(
                 f"expect_growth() got {what!r}, {size!r}; give a text and a number of bytes above 0, or None"
@@ -84,11 +84,11 @@ class MemoryForensics:
         self._announce(DeclaredGrowth(declared=self._declared))
 
     def flush(self) -> None:
-        """Write what has waited for the run directory."""
+        """Write the reports that have waited for the run directory."""
         self._guard.run("forensics:memory", self.reports.flush)
 
     def close(self, error: BaseException | None) -> None:
-        """Look once more at the error that ends the script, if one does, and stop."""
+        """Report the error that ends the script, if it is a failed allocation, and stop."""
         run = self._guard.run
         run("forensics:memory", self.reports.failed, error or getattr(sys, "last_value", None))
         run("forensics:memory", self.reports.close)

@@ -96,7 +96,7 @@ class Reports:
         bus.on("probe:memory", BackwardFailed, self._call_failed)
 
     def prepare(self, _: FirstForward) -> None:
-        """Ask CUDA to tell us before it raises, and to record what `level` says; at the first forward."""
+        """Register with CUDA for out-of-memory errors, and record allocations as `level` says; at the first forward."""
         if entries_of(self._guard).when_out_of_memory("probe:memory", self._observed) and self.level != "off":
             internals.record_memory_history(self.level)
 
@@ -135,7 +135,7 @@ class Reports:
             self.failed(error)
 
     def failed(self, error: BaseException | None) -> None:
-        """Write the summary of a failed allocation; does nothing for other errors, and once for each error."""
+        """Write the summary of a failed allocation, once for each error; ignore other errors."""
         if error is None or id(error) in self._seen or not is_out_of_memory(error) or self._written >= _MAX_REPORTS:
             return
         self._seen.add(id(error))
@@ -151,7 +151,7 @@ class Reports:
     # --- all ranks ----------------------------------------------------------------------------------------------------
 
     def hear(self, rank: int, state: MemoryState) -> None:
-        """Take a summary of some rank, in the background thread; write our own when another one has failed."""
+        """Record a rank's summary, in the background thread; write this rank's own when another rank has failed."""
         shapes = "x".join(map(str, state.shapes[0])) if state.shapes else ""
         self._batches[str(rank)] = f"{state.elements} elements ({shapes or 'none yet'})"
         if state.failed and rank != self.rank and self._written < _MAX_REPORTS:
@@ -208,7 +208,7 @@ class Reports:
         self.flush()
 
     def flush(self) -> None:
-        """Write what has waited until the run directory was known."""
+        """Write the reports that have waited for the run directory."""
         base = self._directory()
         if base is None or not self._pending:
             return
@@ -293,14 +293,14 @@ def _backward_module(state: StepState) -> str | None:
 
 
 def phase_now(state: StepState) -> str:
-    """Return what the training thread does at this moment, as far as the hooks tell."""
+    """Return the present phase of the training thread, as far as hooks show it."""
     if state.in_backward:
         return "backward"
     return "forward" if any(wrapper.in_forward for wrapper in state.wrappers) else "between"
 
 
 def requested_bytes(message: str) -> int | None:
-    """Return the size that an error's message names."""
+    """Return the size in an error message, in bytes; None if it names none."""
     found = _REQUESTED.search(message)
     return None if found is None else int(float(found[1]) * _SIZES[found[2].lower()])
 
@@ -320,7 +320,7 @@ def module_names(state: StepState) -> dict[int, str]:
 
 
 def split_of(state: StepState, used: int, *, gradients: bool = True) -> tuple[dict[str, int], dict[str, str]]:
-    """Return bytes by kind (what is left is `other`: activations, buckets, caches), and the largest modules.
+    """Return the used bytes by kind (`other`: activations, buckets, caches), and the largest modules.
 
     Args:
         gradients: they may be read here; otherwise they are among what is left, `gradients_and_other`.
@@ -344,7 +344,7 @@ def split_of(state: StepState, used: int, *, gradients: bool = True) -> tuple[di
 
 
 def checkpoint_bytes(state: StepState) -> int:
-    """Return the bytes of all watched parameters, buffers and optimizer states: what a checkpoint holds."""
+    """Return the size of a checkpoint: the bytes of all watched parameters, buffers and optimizer states."""
     sizes: dict[int, int] = {}
     for _, _, tensor in (*_of_models(state, gradients=False), *_of_optimizers(state, gradients=False)):
         if isinstance(tensor, torch.Tensor):

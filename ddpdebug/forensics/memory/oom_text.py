@@ -1,4 +1,4 @@
-"""An out-of-memory summary as a page that people read. Torch-free."""
+"""An out-of-memory summary as readable text. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CURVE_STEPS = 12
 
 
 def render(summary: MemoryState, explanation: Explanation | None, table: str) -> str:
-    """Return the page: cause and remedies first, then the numbers, torch's own table last."""
+    """Return the text: cause and remedies first, then the numbers, torch's own table last."""
     lines = [_head(summary), ""]
     if explanation is not None:
         lines += [f"likely cause: {explanation.text}", *(f"  - {action}" for action in explanation.actions), ""]

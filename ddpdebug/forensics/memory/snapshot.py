@@ -1,4 +1,4 @@
-"""A snapshot of CUDA's caching allocator: which lines have allocated what is there. Torch-free."""
+"""A snapshot of CUDA's caching allocator: the source lines that allocated the living blocks. Torch-free."""
 
 from __future__ import annotations
 

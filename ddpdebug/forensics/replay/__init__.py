@@ -1,1 +1,1 @@
-"""Replays of a forward: on a copy, shrunk to a small batch, from a bundle."""
+"""Replays of a forward and backward: in a copy of the process, or from a bundle."""

@@ -1,4 +1,4 @@
-"""Writes a replay bundle: all that another process needs to run a bad step's forward and backward once more.
+"""Writes replay bundles: all that another process needs to run a bad step's forward and backward again.
 
 A directory with `bundle.json` and `tensors.safetensors`, written under another name and renamed when it is complete.
 Nothing in it is code. `docs/replay.md` describes the format.
@@ -57,7 +57,7 @@ def write_bundle(parent: Path, name: str, capture: ForwardCapture, facts: Mappin
 
 
 class UnnamedBundle:
-    """A bundle whose numbers are written, under another name than it will have: what was found comes later.
+    """A bundle whose tensors are written, under a temporary name: the facts about the fault come later.
 
     Args:
         parent: the directory of the bundles.
@@ -100,7 +100,7 @@ class UnnamedBundle:
             self._document["tensor_bytes"] = size
 
     def publish(self, name: str, facts: Mapping[str, Any]) -> Path:
-        """Give it its name; return where it is.
+        """Complete the bundle and give it its name; return its path.
 
         Args:
             facts: what else to write down: code, step, rank, finding, replay, scaler, command. JSON values.

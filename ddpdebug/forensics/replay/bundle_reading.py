@@ -1,4 +1,4 @@
-"""Reads a replay bundle, which may be cut off, made by another version, or made to do harm.
+"""Reads replay bundles, which may be truncated, of another version, or malicious.
 
 Only JSON and safetensors are read, every type and size is checked, and nothing in a bundle is executed or imported.
 Raises UsageError with what is wrong.
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """The content of a bundle; None stands for what was left out."""
+    """The content of a bundle; None stands for parts that were left out."""
 
     path: Path
     facts: Mapping[str, Any]  # the whole JSON document; only what has a type of its own below has been checked
@@ -56,7 +56,7 @@ class Bundle:
     left_out: list[str]
 
     def capture(self, module: torch.nn.Module) -> ForwardCapture:
-        """Return the forward, to be run on a module that has the bundle's parameters and buffers."""
+        """Return the forward, to be run on a module with the bundle's parameters and buffers."""
         modes = bytes(self.modes.values())
         return ForwardCapture(
             module=lambda: module,

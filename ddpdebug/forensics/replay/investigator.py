@@ -1,4 +1,4 @@
-"""Investigates a step in which this rank has made something non-finite: has it run again beside, and writes the bundle.
+"""Investigates a step in which this rank produced a non-finite value: replays it in a child, and writes the bundle.
 
 The numbers of the bundle are written at once, before the optimizer changes the parameters. The forward runs once more
 in a disposable copy of the process (see `isolation/child.py`), which the training thread does not wait for; what it
@@ -63,7 +63,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     redactor: Redactor | None = None,
     disk: Disk | None = None,
 ) -> None:
-    """Have the forwards of a step run again until one shows the fault.
+    """Replay the forwards of a step until one shows the fault.
 
     Called on the training thread, before the optimizer changes the parameters. Never raises.
 
@@ -121,7 +121,7 @@ def _likeliest(kept: Sequence[ForwardCapture]) -> ForwardCapture:
 
 
 class Investigator:
-    """Looks into a bad step on the rank that has made it, called by the probes on the training thread.
+    """Investigates a bad step on the rank that caused it, called by the probes on the training thread.
 
     Args:
         captures: keeps the forwards of the step.
@@ -158,7 +158,7 @@ class Investigator:
         bus.on("forensics:loss", LossExamined, self.loss)
 
     def step(self, event: NonfiniteMade) -> None:
-        """Have a step run again whose forward or own gradients are non-finite."""
+        """Replay a step whose forward or own gradients are non-finite."""
         record = event.record
         rank, directory = self._place()
         self._disk.needed = max(self._disk.needed, checkpoint_bytes(self._state))
@@ -225,7 +225,7 @@ class Investigator:
 
 
 def bundle_directory(directory: Path, rank: int) -> Path:
-    """Return where a rank's bundles go: rank 0 writes the shared files, others only their own folder."""
+    """Return the directory of a rank's bundles: rank 0 writes to the shared folder, others to their own."""
     return directory / BUNDLES if rank == 0 else directory / RANKS / str(rank) / BUNDLES
 
 
@@ -240,7 +240,7 @@ def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
 
 
 def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
-    """Return the code of the finding that a replay speaks for; `NUM` when it shows nothing."""
+    """Return the code of the finding that a replay suggests; `NUM` if it shows nothing."""
     if trace.culprit is None:
         other = "NUM308" if trace.masked else "NUM"
         return "NUM302" if trace.complete and facts.get("loss") else other
@@ -249,7 +249,7 @@ def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
 
 
 def compact(trace: Trace) -> dict[str, Any]:
-    """Return what a finding says of a replay."""
+    """Return the part of a replay's result that goes into a finding."""
     culprit = trace.culprit
     found: dict[str, Any] = {
         "complete": trace.complete,

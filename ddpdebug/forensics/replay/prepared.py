@@ -1,4 +1,4 @@
-"""A module as it was when a forward began, on leaves of its own. Nothing is put back: who runs it is alone.
+"""A module restored to the start of a forward, with new leaves as parameters. Nothing is put back afterwards.
 
 Its parameters are replaced in the modules' tables by leaves that share their memory and have no past: DDP's hooks on
 the job's own see nothing of a backward through them. What reaches the old ones by another way (a list of tensors) still
@@ -17,7 +17,7 @@ from ddpdebug.nested import mapped
 
 
 class Prepared:
-    """A module that is ready to run, and what it works on.
+    """A module that is ready to run, with its new parameters and its buffers.
 
     Args:
         buffers: values to start with, by name; the others start as they are now.
@@ -45,12 +45,12 @@ class Prepared:
                     tables[internals.BUFFERS][key] = fresh
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return what may get a gradient: the parameters, and those that they stand for."""
+        """Return the tensors that may get a gradient: the new parameters, and the original ones."""
         pairs = [pair for pair in self._known.values() if isinstance(pair[0], torch.nn.Parameter)]
         return list(dict.fromkeys(tensor for old, fresh in pairs for tensor in (fresh, old)))
 
     def argument(self, value: Any) -> Any:
-        """Return an argument of the forward with tensors that have no past; other objects stay what they are."""
+        """Return an argument of the forward with tensors that have no graph; other objects stay the same."""
         return mapped(value, lambda item: self._stand_in(item) if isinstance(item, torch.Tensor) else item)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

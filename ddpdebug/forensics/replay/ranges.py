@@ -1,4 +1,4 @@
-"""Says what a tensor contains: range, zeros, non-finite values. Exact for every dtype; waits for the device."""
+"""Describes a tensor's values: range, zeros, non-finite values. Exact for every dtype; waits for the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_floating(value: object) -> bool:
 
 
 def extremes(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest element, both NaN when there is any NaN; (0, 0) of an empty tensor."""
+    """Return the smallest and the largest element, both NaN if there is any NaN; (0, 0) for an empty tensor."""
     if tensor.numel() == 0:
         return 0.0, 0.0
     low, high = torch.aminmax(_real(tensor))

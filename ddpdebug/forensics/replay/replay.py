@@ -1,4 +1,4 @@
-"""Runs one kept forward and backward again, and names the operation that made the first non-finite value.
+"""Replays one kept forward and backward, and names the operation that made the first non-finite value.
 
 The inner module runs, not the wrapper: nothing is reduced. An operation that would communicate ends the replay instead.
 What the module changes stays changed: this runs in a process that is there for nothing else, a disposable child of the
@@ -55,12 +55,12 @@ class Trace:
 
     @property
     def reproduced(self) -> bool:
-        """Whether a non-finite value came out."""
+        """Whether the replay produced a non-finite value."""
         return self.culprit is not None
 
     @property
     def location(self) -> str | None:
-        """Return the user's file:line of the culprit; of the model's call when the operation is in no user's line."""
+        """Return the user's file:line of the culprit; of the model's call if no user line has the operation."""
         lines = [line_of(entry) for entry in self.culprit.stack] if self.culprit else []
         own = [line for line in lines if "-packages/" not in line]
         return next(iter(own), self.called_at)

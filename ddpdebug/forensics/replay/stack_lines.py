@@ -1,4 +1,4 @@
-"""Stack lines of the user's code at an operation of a replay."""
+"""Stack entries of the user's code at an operation of a replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _stops: set[CodeType] = set()
 
 
 def ends_stack(function: object) -> None:
-    """Make a function the outermost frame of `user_stack`: callers of the replay did not make the value."""
+    """Make a function the outermost frame of `user_stack`: the replay's callers did not make the value."""
     _stops.add(function.__code__)  # type: ignore[attr-defined]
 
 
@@ -38,5 +38,5 @@ def _is_package(name: str) -> bool:
 
 
 def line_of(entry: str) -> str:
-    """Return `file:line` of an entry of a stack."""
+    """Return the `file:line` of a stack entry."""
     return entry.rpartition(" ")[0]

@@ -1,4 +1,4 @@
-"""Writes tensors in the safetensors format piece by piece: the job's memory has no room for a second copy of a model.
+"""Writes tensors in the safetensors format piece by piece, as the job's memory has no room for a copy of a model.
 
 The format is a length (u64), a JSON header that says dtype, shape and place of each tensor, and the bytes. The
 library's own writer would hold all of the bytes in memory; it is used for reading.
@@ -36,12 +36,12 @@ _PIECE = 16 << 20
 
 
 def can_write(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements that can be written: dense, not quantised, with data."""
+    """Whether a tensor can be written: dense, not quantised, with data."""
     return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk | None = None) -> int:
-    """Write a new file; return its bytes. Raise OSError when the disk is full, or must be left to the job."""
+    """Write a new file; return its size. Raise OSError if the disk is full, or its space reserved for the job."""
     disk = disk or Disk()
     header: dict[str, object] = {}
     end = 0

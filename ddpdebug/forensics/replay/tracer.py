@@ -1,4 +1,4 @@
-"""Follows non-finite values through the operations of one forward and backward, from where they arise to where they go.
+"""Traces non-finite values through the operations of one forward and backward, from their origin on.
 
 Every operation's outputs are checked. A non-finite output of finite operands begins an *origin*; operations pass it on
 to what they make, and end it where the output is finite again. Infinities that the user wrote down (a mask filled with
@@ -30,7 +30,7 @@ _MAX_OPERANDS = 6
 
 
 class Stopped(BaseException):  # a user's `except Exception` in forward must not swallow it
-    """Ends a run from the inside; the text is the reason."""
+    """Ends a replay from the inside; the text is the reason."""
 
 
 @dataclass(slots=True)
@@ -56,12 +56,12 @@ class Origin:
 
     @property
     def intended(self) -> bool:
-        """Whether these are infinities that somebody wrote down, or keeps in a buffer or an input as a mask."""
+        """Whether the values are intended infinities: literals, or a mask in a buffer or an input."""
         return self.value == "inf" and self.kind in {"literal", "buffer", "input", "tensor"}
 
     @property
     def is_operation(self) -> bool:
-        """Whether an operation of the replay made them; otherwise they were there before."""
+        """Whether an operation of the replay made the values; otherwise they existed before."""
         return self.kind in {"op", "literal", "uninitialised"}
 
     @property
@@ -71,7 +71,7 @@ class Origin:
 
     @property
     def weak(self) -> bool:
-        """Whether little is known: memory that nobody has written yet, or a way that cannot be followed."""
+        """Whether the evidence is weak: uninitialised memory, or a path that cannot be traced."""
         return self.kind in {"uninitialised", "unknown"}
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class _Made:
 
 
 class Tracer(internals.OperationMode):
-    """The mode under which a replay runs.
+    """The dispatch mode under which a replay runs.
 
     Args:
         where: returns (path, class, call) of the module whose forward is running.
@@ -115,7 +115,7 @@ class Tracer(internals.OperationMode):
         self._last_sequence = internals.next_sequence()
 
     def add_source(self, tensor: torch.Tensor, kind: str, name: str, *, phase: str = "forward") -> Origin | None:
-        """Note what was non-finite before the replay began; return it."""
+        """Record a tensor that was non-finite before the replay; return its origin, None if it is finite."""
         value = nonfinite(tensor) if is_floating(tensor) else None
         if value is None:
             return None
@@ -125,11 +125,11 @@ class Tracer(internals.OperationMode):
         return origin
 
     def origin_of(self, tensor: torch.Tensor) -> Origin | None:
-        """Return where the non-finite values of a tensor came from."""
+        """Return the origin of a tensor's non-finite values; None if there is none."""
         return self._at.get(_address(tensor))
 
     def stop(self, reason: str) -> None:
-        """End the replay."""
+        """End the replay with a reason."""
         self.stopped = reason
         raise Stopped(reason)
 

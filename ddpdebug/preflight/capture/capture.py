@@ -73,7 +73,7 @@ class Capture:
     # --- in and out of place ---
 
     def install(self) -> None:
-        """Begin to look; the mode of the recorder is the outermost one, below the script's own."""
+        """Install the wrappers; the recorder's function mode is the outermost one, below the script's own."""
         patch, recorder = self._entries.patch, self.recorder
 
         def recorded(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -99,7 +99,7 @@ class Capture:
         self.facts["seeded"] = self._seeds.begin()
 
     def close(self) -> None:
-        """Take the wrappers away; what somebody else has put over one of them stays, and ours does nothing any more."""
+        """Remove the wrappers; one that other code has wrapped in turn stays, without effect."""
         if not self._entries.closed:
             self.recorder.done = True
             self.recorder.guard.run("preflight:seeds", self._seeds.end)
@@ -259,7 +259,7 @@ class Capture:
     # --- what came of it ---
 
     def subject(self) -> Subject | None:
-        """Return what is to be examined; None where no training step was seen."""
+        """Return the subject of the checks; None if no training step was seen."""
         roots = self.recorder.roots
         if not roots or not self.steps:
             return None

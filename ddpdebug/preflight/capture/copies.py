@@ -1,4 +1,4 @@
-"""Copies of the caller's model, optimizer and data loader for the checks, and what the optimizers hold, by name."""
+"""Copies of the caller's model, optimizer and data loader for the checks, and descriptions of optimizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _LocalBatchNorm(nn.BatchNorm1d):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return what is inside DDP, DataParallel and `torch.compile`."""
+    """Return the module inside DDP, DataParallel and `torch.compile`."""
     while True:
         inner = internals.unwrap_compiled(module)
         if isinstance(inner, DistributedDataParallel | DataParallel):
@@ -44,7 +44,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy without gradients, on which nothing communicates."""
+    """Return a deep copy of a model without gradients and without communication."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -122,7 +122,7 @@ def _settings(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
 
 
 def peak_rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
-    """Return the highest learning rate of each group, as far as a scheduler of torch tells it; None without one."""
+    """Return the highest learning rate of each group that a scheduler of torch gives; None without one."""
     peaks = [_number(group.get("max_lr", group.get("initial_lr"))) for group in optimizer.param_groups]
     own = [s for s in gc.get_objects() if issubclass(type(s), LambdaLR) and getattr(s, "optimizer", None) is optimizer]
     for schedule in own:
@@ -140,7 +140,7 @@ def peak_rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
 
 
 def loader_restorer(loader: Any) -> Callable[[], None]:
-    """Return a function that puts the generators of a loader back where they are now."""
+    """Return a function that restores the generators of a loader to their present state."""
     holders = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
     holders.append(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
@@ -154,7 +154,7 @@ def loader_restorer(loader: Any) -> Callable[[], None]:
 
 
 def loader_twin(loader: Any) -> Any:
-    """Return a loader over the same data that may be iterated: its generators and workers are not the caller's."""
+    """Return a loader over the same data with generators and workers of its own, so that it may be iterated."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
     twins: dict[int, Any] = {}
@@ -189,7 +189,7 @@ def _own_generator(generator: torch.Generator | None, twins: dict[int, Any]) -> 
 def holdings(
     optimizers: Sequence[tuple[torch.optim.Optimizer, bool]], names: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """Describe optimizers.
+    """Describe optimizers as JSON values: their groups, parameters by name, and whether they have stepped.
 
     Args:
         optimizers: each with whether it has stepped.

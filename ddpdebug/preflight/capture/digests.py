@@ -1,4 +1,4 @@
-"""Fingerprints of recorded batches and of their samples, which are compared within and across ranks. JSON values.
+"""Fingerprints of recorded batches and their samples, to be compared within and across ranks. JSON values.
 
 They come to rank 0 through the job's store: no collective, nothing that others wait for.
 """
@@ -29,13 +29,13 @@ _MAX_BYTES = 1 << 20
 
 
 def digests(tapes: Iterable[Tape]) -> dict[str, Any]:
-    """Return the digests of all batches, and mean and deviation of the first floating input: what ranks compare."""
+    """Return the digests of all batches, and mean and deviation of the first floating-point input."""
     batches = [list(tensors_in_objects(tape.inputs)) for tape in tapes]
     return {"batches": [of_inputs(inputs) for inputs in batches], "scale": scale(batches)}
 
 
 def of_inputs(inputs: list[Tensor]) -> dict[str, Any]:
-    """Return the digests of one batch: of the whole, and of its samples where the first dimension counts them."""
+    """Return the digests of one batch: of the whole, and of each sample if the first dimension counts samples."""
     size = next((t.shape[0] for t in inputs if t.dim()), 0)
     rows = [t for t in inputs if t.dim() and t.shape[0] == size]
     whole = fingerprint.fingerprint(torch.tensor([_digest(t) for t in inputs], dtype=torch.int64))
@@ -46,7 +46,7 @@ def of_inputs(inputs: list[Tensor]) -> dict[str, Any]:
 
 
 def scale(batches: list[list[Tensor]]) -> list[float] | None:
-    """Return mean and standard deviation of the first input with fractions, over all batches."""
+    """Return mean and standard deviation of the first floating-point input, over all batches."""
     firsts = [next((t for t in inputs if t.is_floating_point() and t.numel()), None) for inputs in batches]
     values = [t.detach().double().flatten() for t in firsts if t is not None]
     if not values:
@@ -65,7 +65,7 @@ def _joined(parts: list[int]) -> int:
 
 
 def share(record: Any) -> dict[int, Any]:
-    """Gather a JSON value of each rank on rank 0, by rank, through the job's store; other ranks get their own alone."""
+    """Gather a JSON value of each rank on rank 0, by rank, through the job's store; other ranks get only their own."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     found = {rank: record}
     if world == 1:

@@ -47,7 +47,7 @@ class _Call:
 
 
 class Recorder(TorchFunctionMode):
-    """Sees the functions of torch. Between a model's forward and backward it writes down what follows from the model.
+    """A function mode that records the torch calls from a model's forward to the backward of its loss.
 
     Where recording fails, the tape is spoiled and `trouble` says why; nothing of it reaches the script.
 
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
                 self._known[id(tensor)] = (tensor, Weight(number, name))
 
     def add(self, root: Root) -> None:
-        """Follow a model from now on."""
+        """Record the calls of a further model from now on."""
         self.roots.append(root)
         for name, tensor in root.tensors:
             self._known[id(tensor)] = (tensor, Weight(len(self.roots) - 1, name))
@@ -96,7 +96,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def busy(self) -> bool:
-        """Whether what runs is ours, or inside a call that is written down as a whole."""
+        """Whether the running code is ddpdebug's own, or inside a call that is recorded as a whole."""
         return self._own or any(call.inside for call in self._calls)
 
     def begins(self, owner: Any, *, inside: bool = False, finish: Callable[[Any], None] | None = None) -> None:
@@ -104,13 +104,13 @@ class Recorder(TorchFunctionMode):
         self._calls.append(_Call((threading.get_ident(), id(owner)), inside, finish))
 
     def ends(self, owner: Any, result: Any) -> None:
-        """Finish a call with what it has returned."""
+        """Finish a call with its result."""
         call = self.fails(owner)
         if call is not None and call.finish is not None:
             call.finish(result)
 
     def fails(self, owner: Any) -> _Call | None:
-        """Forget a call that has raised, and those in it that nobody has ended."""
+        """Remove a call that has raised, and the unfinished calls inside it."""
         wanted = threading.get_ident(), id(owner)
         place = next((i for i in reversed(range(len(self._calls))) if self._calls[i].owner == wanted), None)
         if place is None:
@@ -120,14 +120,14 @@ class Recorder(TorchFunctionMode):
         return call
 
     def cut(self) -> None:
-        """Forget what is half written down: an exception of the user's has come in between."""
+        """Discard unfinished records after an exception in the user's code."""
         for call in self._calls:
             call.finish = None
         self._own = False
         self._clear()
 
     def function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[Any], None] | None:
-        """Return what writes a function's call down, if that takes something that follows from the model."""
+        """Return the callback that records a function call's result; None if no argument derives from the model."""
         if self.busy or not self._armed or not any(self._follows(t) for t in tensors_in_objects((args, kwargs))):
             return None
         name = str(getattr(func, "__name__", ""))
@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
         return finish
 
     def module(self, root: int, path: str, args: Any, kwargs: Any) -> Callable[[Any], None]:
-        """Return what writes the call of a module of a model down."""
+        """Return the callback that records the result of a call of a model's module."""
         self._armed = True
         node = self._node(args, kwargs)
 
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
         return finish
 
     def same(self, value: Any, like: Any) -> None:
-        """Note that `value` is the same node of the tape as `like`: an output of DDP's wrapper, a scaled loss."""
+        """Record `value` as the same node of the tape as `like`: an output of DDP's wrapper, a scaled loss."""
         with self._ours():
             own, other = list(tensors_in_objects(value)), list(tensors_in_objects(like))
             for new, old in zip(own, other, strict=len(own) == len(other)):
@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
                     self._known[id(new)] = (new, self._known[id(old)][1])
 
     def backward(self, loss: Any, *, keep: bool) -> Tape | None:
-        """End the tape at a loss; None, and a reason in `trouble`, where it cannot be computed from it."""
+        """Return the tape that ends at a loss; None, with a reason in `trouble`, if it cannot reproduce the loss."""
         tape = None
         with self._ours():
             entry = self._known.get(id(loss))
@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
         return tape
 
     def forget(self) -> None:
-        """Begin anew, after an optimizer step."""
+        """Start a new record after an optimizer step."""
         self._calls.clear()  # of some an exception may have kept the end from being seen
         self._clear()
 

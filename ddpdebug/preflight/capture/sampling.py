@@ -1,4 +1,4 @@
-"""Samples of the training and validation data, drawn from the loaders that a script made."""
+"""Samples of the training and validation data, drawn from the script's own loaders."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Samples:
     _read: list[Any] = field(default_factory=list)
 
     def made(self, loader: Any) -> None:
-        """Note a loader."""
+        """Register a loader that the script has made."""
         self._made.append(loader)
 
     def read(self, loader: Any) -> None:
-        """Note that a loader is iterated."""
+        """Register a loader that the script begins to iterate."""
         if all(loader is not known for known in self._read):
             self._read.append(loader)
 
     def training(self) -> Any | None:
-        """Return the loader that the script trains with: the last one that it began to read."""
+        """Return the training loader: the last one that the script began to iterate."""
         return self._read[-1] if self._read else None
 
     def others(self) -> list[Any]:
@@ -60,13 +60,13 @@ class Samples:
         return [loader for loader in self._made if own is not None and loader.dataset is not own.dataset]
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the settings of the loaders, JSON values."""
+        """Return the settings of the loaders as JSON values."""
         return [
             _facts(loader, trains=loader is self.training()) for loader in self._made if isinstance(loader, DataLoader)
         ]
 
     def draw(self) -> None:
-        """Read samples; what the data sets raise is noted, and random states are put back."""
+        """Read samples from the data sets; record their exceptions, and restore random states."""
         own, others = self.training(), self.others()
         restores = [loader_restorer(loader) for loader in self._made]
         try:

@@ -1,4 +1,4 @@
-"""Watch on the seeding of the global random generators: which of them a script seeds, and in which line."""
+"""Wrappers of the functions that seed global random generators: which ones a script seeds, and in which line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PART = "preflight:seeds"
 
 
 class SeedWatch:
-    """Wrappers over the functions that seed; what `begin` returns goes into `Subject.facts["seeded"]`.
+    """Wrappers of the functions that seed; the mapping that `begin` returns goes into `Subject.facts["seeded"]`.
 
     It holds the place by the generator's name; `NOT_USED` for one that nobody seeded and nobody drew from until the
     end. A script that has imported one of the functions by name before this began is not seen.
@@ -41,7 +41,7 @@ class SeedWatch:
         self._states: dict[str, str] = {}
 
     def begin(self) -> dict[str, str]:
-        """Wrap the functions; return what is filled from here on."""
+        """Wrap the functions; return the mapping from generator to line, which is filled from here on."""
         for generator, name, function in _SEEDING:
             module: Any = sys.modules.get(name) or _imported(name)
             if module is not None:
@@ -50,7 +50,7 @@ class SeedWatch:
         return self._seeded
 
     def end(self) -> None:
-        """Note the generators that nobody has used."""
+        """Record the generators whose state has not changed."""
         for generator, state in _states().items():
             if self._states.get(generator) == state:
                 self._seeded.setdefault(generator, NOT_USED)
@@ -78,5 +78,5 @@ def _imported(name: str) -> Any:
 
 
 def torch_is_seeded() -> bool:
-    """Whether torch's generator has a seed that somebody chose: the system's have 53 random bits."""
+    """Whether torch's generator has a seed chosen by somebody; a seed of the system has 53 random bits."""
     return torch.initial_seed() < 2**32

@@ -1,4 +1,4 @@
-"""The tape of a loss: the calls from the model's forward to `backward`, which can be computed with another model.
+"""The tape of a loss: the recorded calls from the model's forward to `backward`, to be run again with another model.
 
 A node is a call of a module of the model or of a function of torch. What a call takes is a result of an earlier node,
 a parameter or buffer of the model, or a constant: inputs and labels. Control flow of Python is as in the recording.
@@ -37,7 +37,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A tensor that came from outside."""
+    """An input tensor of the recording: data, not a result and not a parameter."""
 
     index: int
 
@@ -56,14 +56,14 @@ class Node:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Compute as in the recording."""
+        """Set gradient mode and autocast as in the recording."""
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), self.autocast.again(cache=True):
             yield
 
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """One backward of the script.
+    """The recorded calls of one backward of the script.
 
     Args:
         loss: where the loss is.
@@ -77,7 +77,7 @@ class Tape:
 
     @property
     def inputs(self) -> tuple[Any, dict[str, Any]]:
-        """Arguments of the model's first call, as far as they came from outside."""
+        """The arguments of the model's first call, as far as they are constants."""
         first = next(node for node in self.nodes if node.function is None)
         args, kwargs = mapped(first.arguments, self._outside, kinds=True)
         return args, kwargs
@@ -86,7 +86,7 @@ class Tape:
         return self.constants[item.index] if isinstance(item, Constant) else item
 
     def loss_of(self, model: nn.Module) -> tuple[Tensor, Any]:
-        """Compute the loss with a model of the same structure; return it and what the model returned."""
+        """Compute the loss with a model of the same structure; return the loss and the model's output."""
         results: dict[int, list[Any]] = {}
         weights: dict[str, Tensor] = {}
         copies: dict[int, Tensor] = {}  # of constants that are written into, or that a gradient goes to
@@ -124,7 +124,7 @@ class Tape:
         return loss, output
 
     def place(self, root: int, name: str) -> str:
-        """Return a name within the model that is examined, which holds several models in a list."""
+        """Return a parameter's name in the examined model, which is a list if there are several models."""
         return name if self.roots == 1 else f"{root}.{name}".rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""Point 1, the data: what goes into the model, and whether it is what people think it is."""
+"""Point 1, the data: inputs, labels, duplicates and splits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NORMS = (
 
 
 def check(subject: Subject) -> list[Check]:
-    """Return what the batches show."""
+    """Check the recorded batches."""
     seen = observe_all(subject)
     return each(
         inputs=lambda: _inputs(seen),

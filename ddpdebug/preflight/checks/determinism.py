@@ -1,4 +1,4 @@
-"""Reproducibility: which generators are seeded, and whether two runs from one state agree bit for bit."""
+"""Reproducibility: seeded generators, and bit-for-bit agreement of two runs from one state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def check(subject: Subject, *, seconds: float = SECONDS) -> list[Check]:
-    """List what is seeded; run the first steps twice on copies and compare.
+    """List the seeded generators; run the first steps twice on copies and compare.
 
     Args:
         seconds: for both runs; a search for the operation that differs takes about ten times as long as a run.

@@ -1,4 +1,4 @@
-"""The same samples again: inside a batch, across batches, and on several ranks."""
+"""Duplicate samples: inside a batch, across batches, and on several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MANY = 0.5
 
 
 def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
-    """Compare fingerprints of what the model is given."""
+    """Compare fingerprints of the model's inputs."""
     by_rank: Mapping[int, Any] = {int(rank): r for rank, r in subject.facts.get("ranks", {}).items() if r}
     own = by_rank[min(by_rank)]["batches"] if by_rank else [of_inputs(s.inputs) for s in seen if s.inputs]
     if not own or any(batch["elements"] < _ELEMENTS for batch in own):

@@ -1,4 +1,4 @@
-"""Point 5, gradient flow: how gradients fare on their way back, and what must not depend on what."""
+"""Point 5, gradient flow: gradients by depth, train mode, and outputs that depend on the wrong inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODAL = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
 
 
 def check(subject: Subject) -> list[Check]:
-    """Judge one backward pass, and the model's dependence on what it should not see."""
+    """Check the gradients of one backward pass, modules' modes, and leakage between samples and positions."""
     subject.recorded(1)
     return each(
         gradients_by_depth=lambda: _depth(sampled(subject, 1)[0].layers),

@@ -1,4 +1,4 @@
-"""Point 3, the initial loss: is it that of a model that knows nothing, and does the loss get what it expects?"""
+"""Point 3, the initial loss: its value against that of an uninformed model, and the inputs of the loss function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SUM_TOLERANCE = 1e-4
 
 
 def check(subject: Subject) -> list[Check]:
-    """Judge the first batches with the model as it starts."""
+    """Check the loss of the first batches with the initial model."""
     seen = observe_all(subject)
     calls = [call for s in seen for call in s.calls]
     return each(

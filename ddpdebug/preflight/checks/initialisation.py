@@ -1,4 +1,4 @@
-"""Point 4, initialisation: does the signal keep its size through the layers, and do all units differ and work?"""
+"""Point 4, initialisation: activations by depth, dead and saturated units, symmetric weights, scale of the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMED = 4
 
 
 def check(subject: Subject) -> list[Check]:
-    """Judge the weights, and one pass of the first batches."""
+    """Check the initial weights, and a pass of each of the first batches."""
     passes = sampled(subject, _BATCHES)
     return each(
         activations_by_depth=lambda: [_depth(passes[0])],

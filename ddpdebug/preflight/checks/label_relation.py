@@ -1,4 +1,4 @@
-"""Do the labels belong to the inputs? Simple probes against the same probes on shuffled labels (DATA909)."""
+"""Relation of labels and inputs: simple probes on true against shuffled labels (DATA909)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RIDGE = 0.3
 
 
 def check(subject: Subject, seen: list[Seen]) -> Iterator[Check]:
-    """Compare the pairing with shuffled ones; silence where there are too few samples."""
+    """Compare the true pairing with shuffled ones; no result if there are too few samples."""
     pair = _from_samples(subject) or _from_batches(seen)
     if pair is None:
         yield Check(Status.SKIPPED, "needs numbers with fractions as inputs and one class number for each")

@@ -22,20 +22,20 @@ _LEAST_IN_BATCH = 8
 
 
 def classes_of(call: LossCall) -> int | None:
-    """Return how many classes a call chooses between; None where its targets are no class numbers."""
+    """Return the number of classes of a loss call; None if its targets are no class indices."""
     if call.name not in _INDEXED or call.target.is_floating_point() or not call.prediction.dim():
         return None
     return call.prediction.shape[1 if call.prediction.dim() > 1 else 0]
 
 
 def kept(call: LossCall) -> Tensor:
-    """Return the class numbers without those that the loss ignores."""
+    """Return the class indices without those that the loss ignores."""
     target = call.target.detach().flatten()
     return target[target != int(call.settings.get("ignore_index", -100))]
 
 
 def check(seen: list[Seen]) -> Iterator[Check]:
-    """Judge range and balance."""
+    """Check range and balance of the labels."""
     calls = [call for s in seen for call in s.calls]
     if not calls:
         yield Check(Status.SKIPPED, "the loss is not computed by a function of torch that names its targets")

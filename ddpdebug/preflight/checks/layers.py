@@ -34,7 +34,7 @@ _SIGMOID = 0.0127
 
 @dataclass(slots=True)
 class Layer:
-    """A layer's output: its deviation, and that of the loss's gradient at it."""
+    """A layer: the standard deviation of its output, and that of the loss's gradient at the output."""
 
     name: str
     spread: float
@@ -43,7 +43,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Pass:
-    """The statistics of one pass.
+    """The layer statistics of one forward and backward.
 
     Args:
         layers: those with a weight, once each, in the order of their first call.
@@ -79,7 +79,7 @@ class _Nonlinearities(TorchFunctionMode):
 
 
 def one_pass(subject: Subject, batch: Any) -> Pass:
-    """Return the statistics of a batch's forward and backward through a copy of the model."""
+    """Run a batch forward and backward through a copy of the model, and return its statistics."""
     model, result = copied(subject.model), Pass()
     mode = _Nonlinearities(result)
     outputs: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ def _saturated(values: Tensor, name: str) -> float:
 
 
 def sampled(subject: Subject, count: int) -> list[Pass]:
-    """Return the passes of the first batches, each with the model as it starts and from the same random state."""
+    """Return the statistics of the first batches, each with the initial model and the same random state."""
     passes = []
     for batch in subject.recorded(count):
         torch.manual_seed(0)

@@ -68,7 +68,7 @@ class _Call:
 
 
 def check(subject: Subject) -> Iterator[Check]:
-    """Ask for randomness in eval mode first: the others cannot be told where there is any."""
+    """Check first for randomness in eval mode, which makes the other checks impossible."""
     call = _Call(subject)
     if call.args is None:
         return

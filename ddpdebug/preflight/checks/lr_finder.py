@@ -55,11 +55,11 @@ class _Plan:
 
 
 class TooSlow(Exception):  # noqa: N818 - the outcome of a sweep that was not begun
-    """The time is not enough for a sweep; the text says what it would take."""
+    """The time is too short for a sweep; the text says how much it needs."""
 
 
 def check(subject: Subject, *, seconds: float = SECONDS, scaler: Any = None) -> list[Check]:
-    """Sweep on copies of the model, the optimizer and the batches; compare the script's learning rate.
+    """Sweep learning rates on copies of model, optimizer and batches, and compare the script's learning rate.
 
     Args:
         seconds: the sweep takes fewer steps where steps are slow, and is skipped where even those take longer.

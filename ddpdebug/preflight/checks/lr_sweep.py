@@ -1,4 +1,4 @@
-"""Reading of a learning-rate sweep: where the loss falls, where it is lowest, where training diverges. Pure.
+"""Analysis of a learning-rate sweep: where the loss falls, where it is lowest, where training diverges. Pure.
 
 The method is that of L. N. Smith, "Cyclical learning rates for training neural networks" (WACV 2017, section 3.3): the
 rate grows by a constant factor from step to step, and the loss is looked at as a function of the rate.
@@ -76,7 +76,7 @@ class End(StrEnum):
 
 
 class Stop:
-    """Decides step by step whether the loss has diverged: an average with bias correction against its own minimum."""
+    """The stop criterion of a sweep: the loss's bias-corrected average against its own minimum."""
 
     def __init__(self) -> None:
         self._average, self._steps = 0.0, 0
@@ -102,7 +102,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The losses of a sweep, and what follows from them.
+    """The losses of a sweep, and the learning rates that follow from them.
 
     Args:
         rates: the learning rate of each step, of the group that has the highest.
@@ -118,14 +118,14 @@ class Sweep:
 
     @property
     def smoothed(self) -> tuple[float, ...]:
-        """The losses averaged in both directions, so that the curve is not shifted to higher rates."""
+        """The losses averaged forwards and backwards, so that the curve is not shifted to higher rates."""
         forward = _averaged(self._bounded, BOTH_WAYS)
         backward = _averaged(self._bounded[::-1], BOTH_WAYS)[::-1]
         return tuple((a + b) / 2 for a, b in zip(forward, backward, strict=True))
 
     @property
     def lowest(self) -> int | None:
-        """The step of the lowest smoothed loss, None where nothing falls."""
+        """The step of the lowest smoothed loss; None if the loss does not fall."""
         smoothed = self.smoothed[: len(self.losses) - SKIP_END]
         if len(smoothed) <= SKIP_BEGIN:
             return None
@@ -137,14 +137,14 @@ class Sweep:
 
     @property
     def too_noisy(self) -> bool:
-        """Whether the loss scatters by its own size, so that a fall could not be seen (rewards, advantages)."""
+        """Whether the loss scatters so much that a fall could not be seen (rewards, advantages)."""
         start = _start(self.losses)
         scatter = spread(self.losses[:SKIP_BEGIN], start)
         return SCATTER * scatter > abs(start)
 
     @property
     def steepest(self) -> float | None:
-        """The rate at which the loss falls fastest with the logarithm of the rate."""
+        """The learning rate at which the loss falls fastest, over the logarithm of the rate."""
         last = self.lowest
         if last is None:
             return None
@@ -160,7 +160,7 @@ class Sweep:
 
     @property
     def edge(self) -> float | None:
-        """The rate from which on what was won is lost again, or the loss rises above its start; None if none does."""
+        """The learning rate from which on the loss loses its fall again, or exceeds its start; None if none does."""
         smoothed, lowest = self.smoothed, self.lowest
         start = _start(smoothed)
         if lowest is None:
@@ -183,11 +183,11 @@ class Sweep:
         return tuple(min(loss, top) for loss in self.losses)
 
     def text(self, width: int = 90) -> str:
-        """Return the picture for a terminal."""
+        """Return the plot as text for a terminal."""
         return "".join(f"{''.join(text for text, _ in line).rstrip()}\n" for line in draw(self.plot(), width))
 
     def plot(self) -> Plot:
-        """Return the picture: the loss against the rate, with the suggestions."""
+        """Return the plot: the loss against the learning rate, with the suggested rates."""
         marks = [(self.steepest, "steepest descent"), (self.tenth, "minimum / 10"), (self.edge, "breaks")]
         marks += [(self.current, "the script's")] if self.current > 0 else []
         return Plot(
@@ -218,19 +218,19 @@ def _averaged(values: Sequence[float], memory: float) -> list[float]:
 
 
 def rates(lowest: float, highest: float, steps: int) -> list[float]:
-    """Return the rates of a sweep: equal factors from the lowest to the highest."""
+    """Return the learning rates of a sweep, in equal ratios from the lowest to the highest."""
     if steps < 2:
         return [lowest]
     return [math.exp(math.log(lowest) + i / (steps - 1) * math.log(highest / lowest)) for i in range(steps)]
 
 
 def skipped(words: str) -> Check:
-    """Return the check that was not done."""
+    """Return the result of a check that was not made."""
     return Check(Status.SKIPPED, words)
 
 
 def verdict(sweep: Sweep) -> Check:
-    """Return what the sweep says about the script's learning rate."""
+    """Return the verdict on the script's learning rate."""
     if sweep.end is End.TIME or len(sweep.losses) < 2:
         return _unfinished(sweep)
     if sweep.steepest is None or sweep.tenth is None:

@@ -1,4 +1,4 @@
-"""The overfit check: a copy is trained on one fixed batch, for what cannot memorise a few samples learns from none.
+"""The overfit check: trains a copy on one fixed batch; a model that cannot memorise a few samples cannot learn.
 
 Everything that varies is held: the batch is the one that was captured (so that augmentation has been drawn once),
 layers that drop something are off, and before every step the random state is put back, so that what noise is left in
@@ -73,7 +73,7 @@ STEADY = 0.06
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What is known of the floor of a loss on one batch."""
+    """The known lower bound of a loss on one batch."""
 
     known: float = 0.0
     reason: str = ""  # why there may be more
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def shape(self) -> Shape:
-        """The shape of its loss curve above what is known of the floor."""
+        """The shape of the loss curve after subtracting the known lower bound."""
         shape = shape_of([loss - self.floor.known for loss in self.losses])
         fell = bool(self.losses) and self.losses[0] - ending(self.losses) > FELL * abs(self.losses[0])
         return Shape.UNKNOWN if shape is Shape.PLATEAU and self.floor.reason and fell else shape
@@ -204,7 +204,7 @@ def _floor(subject: Subject) -> Floor:
 
 
 def lowest_of(call: LossCall) -> float:
-    """Return what a call of a loss function cannot fall below: the entropy of its targets; 0 where it is not known."""
+    """Return the lower bound of a loss call, the entropy of its targets; 0 if unknown."""
     target, weights = call.target.detach(), (call.settings.get("weight"), call.settings.get("pos_weight"))
     if call.reduction not in {"mean", "sum"} or any(w is not None for w in weights) or not target.numel():
         return 0.0
@@ -254,7 +254,7 @@ def _still(model: torch.nn.Module) -> None:
 
 
 def verdict(runs: list[Run], *, scripted: bool) -> Check:
-    """Return what the attempts say.
+    """Return the verdict on the attempts.
 
     Args:
         scripted: whether the first one is the script's own recipe.
@@ -378,7 +378,7 @@ def has_learned(first: float, last: float) -> bool:
 
 
 def ending(losses: Sequence[float]) -> float:
-    """Return the loss at the end: the middle one of the last tenth."""
+    """Return the loss at the end: the median of the last tenth."""
     return median(losses[-max(1, len(losses) // 10) :])
 
 

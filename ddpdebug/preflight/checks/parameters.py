@@ -30,7 +30,7 @@ _TRIED = 12
 
 
 def check(subject: Subject) -> list[Check]:
-    """Return the audit."""
+    """Audit the parameters."""
     gradients, untouched = _gradients(subject)
     held = _Held(subject)
     return each(
@@ -269,7 +269,7 @@ def _some(names: list[str]) -> str:
 
 
 def cut_off(subject: Subject, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return which of the parameters the loss depends on: those used with gradients enabled, and those without.
+    """Return the parameters that the loss depends on: those used with gradients enabled, and those used without.
 
     Each is changed a little; where the loss changes, the forward uses it.
     """

@@ -1,4 +1,4 @@
-"""Training against validation data: shared samples, other statistics, augmentation where there should be none."""
+"""Training against validation data: shared samples, different statistics, augmentation of validation data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ERRORS = 6.0
 
 
 def check(subject: Subject) -> Iterator[Check]:
-    """Compare samples as the data sets give them; batches where only those are there."""
+    """Compare raw samples of the data sets; fall back to the samples of batches."""
     samples = subject.samples
     if subject.val_batches and (samples is None or not samples.validation):
         samples = Samples(train=_rows(subject.batches), validation=_rows(subject.val_batches))

@@ -31,7 +31,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first operation whose results were not the same twice."""
+    """The first operation whose results differed between two equal runs."""
 
     operation: str
     module: str
@@ -41,7 +41,7 @@ class Difference:
 
 
 class Twice:
-    """The experiment on one subject.
+    """The experiment of running a subject twice.
 
     Args:
         state: of the generators, from which every run starts.
@@ -51,14 +51,14 @@ class Twice:
         self._subject, self._state = subject, state
 
     def digests(self, steps: int) -> Iterator[tuple[float, int]]:
-        """Yield the loss of each step with a fingerprint of it, and of gradients, parameters and buffers after it."""
+        """Yield the loss of each step, with a fingerprint of loss, gradients, parameters and buffers after it."""
         for model, loss in self._run(steps, None):
             tensors = [loss, *model.parameters(), *model.buffers()]
             tensors += [p.grad for p in model.parameters() if p.grad is not None]
             yield float(loss), combine([fingerprint(t.detach()) for t in tensors])
 
     def search(self, steps: int) -> Difference | None:
-        """Return the first operation that differs, or None where it did not show again."""
+        """Return the first operation whose results differ; None if no difference shows in a few tries."""
         for _ in range(_TRIES):
             first = _Follower(None)
             list(self._run(steps, first))

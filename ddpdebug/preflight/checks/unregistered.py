@@ -1,4 +1,4 @@
-"""Modules that the forward calls and the model does not know: they are in a plain list or dict (RCP817)."""
+"""Modules that the forward calls but the model has not registered: those in a plain list or dict (RCP817)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ITEMS = 200
 
 
 def unregistered(subject: Subject) -> Iterator[Check]:
-    """Find modules with parameters in plain attributes of the model's modules that the forward calls (RCP817)."""
+    """Find modules with parameters that the forward calls from plain attributes of the model's modules (RCP817)."""
     model = copied(subject.model)
     known = {id(module) for module in model.modules()}
     found: dict[str, nn.Module] = {}

@@ -1,1 +1,1 @@
-"""Output of the preflight: lines for the terminal, a page, plots, files."""
+"""Output of the preflight: terminal lines, an HTML page, plots, files."""

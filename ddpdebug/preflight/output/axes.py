@@ -1,4 +1,4 @@
-"""Plot axes: the place of a value, and the ticks with their texts, in the terminal and on the page. Pure.
+"""Plot axes: positions of values, and ticks with their labels, in the terminal and on the page. Pure.
 
 What cannot be drawn (NaN, infinities, values that are not positive on a logarithmic axis) has no place: a gap.
 """
@@ -20,7 +20,7 @@ _MARGIN = 0.05
 
 
 class Axis:
-    """A plot axis: from values to places between 0 and 1.
+    """A plot axis: maps values to positions between 0 and 1.
 
     Args:
         values: all that is to be shown.
@@ -42,14 +42,14 @@ class Axis:
         return math.log10(value) if self.log else value
 
     def place(self, value: float) -> float:
-        """Return 0 for the low end, 1 for the high end; NaN for what cannot be drawn."""
+        """Return the position of a value, 0 at the low end and 1 at the high end; NaN if it cannot be drawn."""
         if not math.isfinite(value) or (self.log and value <= 0):
             return math.nan
         # halves, so that the distance of two huge values is still a number
         return (self._position(value) / 2 - self._from / 2) / (self._to / 2 - self._from / 2)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Return at most about `most` values on the axis, each with its text."""
+        """Return at most about `most` tick values, each with its label."""
         if self.log and self.high / self.low >= _NARROW:
             return self._decades(most)
         return _even(self.low, self.high, most)
@@ -79,7 +79,7 @@ def _even(low: float, high: float, most: int) -> list[tuple[float, str]]:
 
 
 def axes(plot: Plot) -> tuple[Axis, Axis]:
-    """Return the axes of a plot: what has a place on both of them is shown."""
+    """Return the two axes of a plot, which span its finite points."""
     points = [(x, y) for series in plot.series for x, y in zip(series.x, series.y, strict=False) if math.isfinite(y)]
     return (
         Axis([x for x, _ in points], log=plot.log_x),

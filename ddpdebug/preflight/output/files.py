@@ -1,4 +1,4 @@
-"""Writes what the preflight found: preflight.json, junit.xml and preflight.html.
+"""Writes the results of a preflight: preflight.json, junit.xml and preflight.html.
 
 `to_json`, `to_junit` are pure; `write` is the only one that touches the disk.
 """
@@ -21,7 +21,7 @@ from ddpdebug.sinks.text import clean, evidence_lines
 
 
 def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
-    """Write the files into a directory, which is made where it is missing; return them.
+    """Write the files into a directory, made if missing; return the files.
 
     Raises:
         OSError: a file cannot be written.
@@ -41,14 +41,14 @@ def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:
 
 
 def to_json(checks: Sequence[Check], title: str) -> str:
-    """Return one JSON object that every parser reads: `nan`, `inf` and `-inf` are texts."""
+    """Return the results as one strict JSON object: `nan`, `inf` and `-inf` are texts."""
     counts = {status.value: sum(check.status is status for check in checks) for status in Status}
     record = {"title": title, "counts": counts, "checks": [strict(asdict(check)) for check in checks]}
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def to_junit(checks: Sequence[Check], *, at: str = EPOCH) -> str:
-    """Return JUnit XML: a suite for each group, a case for each check. What is only worth a look is no failure.
+    """Return JUnit XML: a suite for each group, a case for each check. A warning is no failure.
 
     Args:
         at: when the preflight ended, ISO 8601 without a zone.

@@ -1,4 +1,4 @@
-"""The preflight as a page: everything is escaped, nothing is loaded, nothing is executed. Pure."""
+"""The results of a preflight as an HTML page: everything is escaped, nothing is loaded or executed. Pure."""
 
 from __future__ import annotations
 

@@ -112,12 +112,12 @@ class Check:
 
 
 def named(name: str, checks: Iterable[Check]) -> list[Check]:
-    """Return checks of which those without a name have this one."""
+    """Return checks; those without a name get this one."""
     return [check if check.name else replace(check, name=name) for check in checks]
 
 
 def chosen(names: str) -> list[str]:
-    """Return the groups in a list with commas; raise UsageError for one that does not exist."""
+    """Parse a comma-separated list of groups; raise UsageError for an unknown one."""
     wanted = [name.strip().replace("-", " ").replace("_", " ") for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in GROUPS:

@@ -1,4 +1,4 @@
-"""Draws a plot as SVG: no library, no script; lines differ in colour and in dashes. Pure."""
+"""Draws a plot as SVG, without library or script; lines differ in colour and in dashes. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TITLE = 200
 
 
 def svg(plot: Plot) -> str:
-    """Return the picture with its title and legend, as HTML."""
+    """Return the plot with its title and legend, as HTML."""
     across, up = axes(plot)
     title = escape(clean(plot.title, _TITLE))
     if across.empty or up.empty:

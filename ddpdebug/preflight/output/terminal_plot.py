@@ -27,7 +27,7 @@ _TITLE = 200
 
 
 def draw(plot: Plot, width: int, *, height: int = HEIGHT, color: bool = False) -> list[Line]:
-    """Return the lines of a picture that is at most `width` characters wide.
+    """Return the lines of a plot of at most `width` columns.
 
     Args:
         color: whether the styles `series 0`, `series 1`, ... will be seen.

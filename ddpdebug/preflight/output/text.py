@@ -1,4 +1,4 @@
-"""The results of a preflight as lines for a terminal: an overview, then all about what needs a look. Pure.
+"""The results of a preflight as terminal lines: an overview, then details of all checks that did not pass. Pure.
 
 The lines carry names of styles; `render` drops them, `styled` turns them into colours.
 """
@@ -56,7 +56,7 @@ def render(checks: Sequence[Check], width: int = 100) -> str:
 
 
 def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[Line]:
-    """Return the lines with their styles."""
+    """Return overview and details as lines with styles."""
     width = max(_MIN_WIDTH, width)
     lines = [*summary(checks, width), []]
     room = min(_NAME_WIDTH, max((len(clean(check.name, 60)) for check in checks), default=0))
@@ -71,12 +71,12 @@ def report(checks: Sequence[Check], width: int, *, color: bool = False) -> list[
 
 
 def needs_a_look(check: Check) -> bool:
-    """Whether all about a check is shown: it is wrong, looks wrong, or has a code."""
+    """Whether the details of a check are shown: it failed, warns, or has a code."""
     return check.status in _GRAVE or bool(check.code)
 
 
 def summary(checks: Sequence[Check], width: int) -> list[Line]:
-    """Return how many ended how, on one line where it is wide enough."""
+    """Return the checks counted by status ("12 passed, 1 warning"), on one line if it fits."""
     counts = Counter(check.status for check in checks)
     lines: list[Line] = [[(f"preflight: {counted(len(checks), 'check')}", "bold")]]
     for status, word in WORDS.items():
@@ -133,7 +133,7 @@ def _labelled(label: str, texts: Sequence[str], width: int) -> Iterator[Line]:
 
 
 def cell(value: Any) -> str:
-    """Return a cell of a table as text: numbers short, everything else on one line."""
+    """Return a table cell as text: numbers short, everything else on one line."""
     if isinstance(value, int | float):
         return number(value)
     return "" if value is None else clean(value, 200)
@@ -158,7 +158,7 @@ def _table(table: Table, width: int) -> Iterator[Line]:
 
 
 def styled(checks: Sequence[Check], width: int = 100) -> str:
-    """Return the lines with escape codes. Texts are never read as rich's markup."""
+    """Return overview and details with escape codes. Texts are never read as rich's markup."""
     from rich.console import Console  # noqa: PLC0415 - loaded when a terminal asks for it
     from rich.text import Text  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""Trials on copies: what a check changes is put back."""
+"""Trials on copies; whatever a check changes is restored."""

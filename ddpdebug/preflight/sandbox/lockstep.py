@@ -18,7 +18,7 @@ from ddpdebug.errors import UsageError
 
 
 class Ranks:
-    """The ranks that take part: those of the model's DDP, or this process alone.
+    """The ranks of an experiment: those of the model's DDP, or this process alone.
 
     Args:
         model: as the caller has it.
@@ -31,7 +31,7 @@ class Ranks:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def same(self, settings: Sequence[float], names: Sequence[str]) -> None:
-        """Check that all ranks ask for the same.
+        """Check that all ranks pass the same settings.
 
         Raises:
             ddpdebug.UsageError: they do not; on all ranks.

@@ -1,4 +1,4 @@
-"""Puts a training back as it was, bit for bit and in place: for experiments that need the caller's own DDP model.
+"""Restores a training bit for bit and in place, for experiments that need the caller's own DDP model.
 
 Values are copied back into the tensors that were there, so that everybody who holds one of them sees it restored:
 parameters, gradients (DDP's may be views of its buckets), buffers, the optimizer's state, settings and counters, the
@@ -25,7 +25,7 @@ Restore = Callable[[], None]
 def restored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None, batches: Any = None
 ) -> Iterator[None]:
-    """Restore everything afterwards, also when what runs in between raises."""
+    """Restore the whole training state after the body, also when it raises."""
     with kept_random_state(), torch.no_grad(), contextlib.ExitStack() as stack:
         tensors = {id(t): t for t in _tensors(model, optimizer)}
         stack.callback(_copied_back(tensors.values()))

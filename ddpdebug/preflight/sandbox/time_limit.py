@@ -1,4 +1,4 @@
-"""A limit of time for checks, by the process's alarm."""
+"""A time limit for checks, by the process's alarm signal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class TimeUp(Exception):  # noqa: N818 - said to people as it is
-    """A check took longer than it may."""
+    """A check exceeded its time limit."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeUp in the body after so many seconds, where that can be done without taking anybody's alarm."""
+    """Raise TimeUp in the body after `seconds`, unless the alarm is in use or this is not the main thread."""
     usable = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
     if not usable or signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):
         yield

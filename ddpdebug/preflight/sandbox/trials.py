@@ -1,4 +1,4 @@
-"""Experiments on copies: what a check trains is never the caller's, and the random state is put back.
+"""Experiments on copies: a check never trains the caller's objects, and the random state is restored.
 
 Copies share nothing that a step writes: parameters, buffers, the attributes of modules and the tensors of a batch are
 new; a batch's other objects are copied where they can be.
@@ -23,7 +23,7 @@ _MAX_ERROR = 300
 
 
 def copy_of_batch(value: Any) -> Any:
-    """Return a batch with new tensors; what cannot be copied stays the same object."""
+    """Return a batch with copied tensors; objects that cannot be copied stay the same."""
 
     def fresh(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -43,7 +43,7 @@ def looking(
     before: Callable[[str, torch.nn.Module, Any, Any], None] | None = None,
     after: Callable[[str, torch.nn.Module, Any], None] | None = None,
 ) -> Iterator[None]:
-    """Hook the forwards of modules of a copy of the model for a while.
+    """Hook the forwards of modules of a model copy for the duration of the body.
 
     Args:
         modules: by name, which the hooks are given.
@@ -69,11 +69,11 @@ def _leave(after: Callable[..., None], name: str, module: torch.nn.Module, _: An
 
 
 class NoGradientError(RuntimeError):
-    """The loss depends on nothing that could be trained."""
+    """The loss depends on no trainable parameter."""
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Compute the gradients.
+    """Compute the gradients of a loss.
 
     Raises:
         NoGradientError: there are none to compute.
@@ -98,7 +98,7 @@ def take_step(
 
 
 def attempt(name: str, examine: Callable[[], list[Check]]) -> list[Check]:
-    """Return what a check says, under its name; one that raises was not done, and says why."""
+    """Run a check and return its results under its name; one that raises is skipped with its error."""
     try:
         with kept_random_state(), torch.enable_grad():
             return named(name, examine())

@@ -1,1 +1,1 @@
-"""Probes of the training loop as the user has written it: gradients cleared, schedulers, modes, labels, losses."""
+"""Probes of the user's training loop: gradients cleared, schedulers, modes, labels, losses."""

@@ -1,4 +1,4 @@
-"""Masks of zeros and ones that `scaled_dot_product_attention` was given: it adds them, so they hide nothing.
+"""Masks of zeros and ones given to `scaled_dot_product_attention`, which adds them, so that they hide nothing.
 
 Read from the graph of a forward: fused attention keeps its mask there. Truth values have become 0 and minus infinity.
 """
@@ -17,7 +17,7 @@ _FUSED, _KEPT_AS = "ScaledDotProduct", ("attn_mask", "attn_bias")
 
 
 def added_masks(outputs: Sequence[torch.Tensor]) -> Iterator[AddedMask]:
-    """Yield the first such mask of a forward, where it is in host memory."""
+    """Yield the first such mask of a forward, if it is in host memory."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting and len(seen) < _MAX_NODES:

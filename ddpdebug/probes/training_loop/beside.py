@@ -1,4 +1,4 @@
-"""Models beside the one that is trained: teachers, references, averages. Each is to stay as it is, or to follow.
+"""Models beside the trained one: teachers, references, averages. Each should stay constant, or follow the model.
 
 One that stays has nothing to learn from dropout and batch statistics, and is to run in eval mode; one that follows is
 to follow with its statistics as well. Looked at are norms and dropouts in checked steps: in the first ones, and after
@@ -48,7 +48,7 @@ class _Part:
 
 
 class Beside:
-    """Watches the calls of models that are not trained.
+    """The probe of forwards of models that are not trained.
 
     Args:
         roots: returns the models that are trained.
@@ -71,7 +71,7 @@ class Beside:
         self._step = 0
 
     def after_step(self, step: int, *, looks: bool) -> None:
-        """Look from here on, after a step, if the next one is checked."""
+        """Observe module calls from the end of a step on, if the next step is checked."""
         self._step = step
         if step == 0 or not self._own:
             self._own = {id(m) for root in self._roots() for m in internals.modules(root)}
@@ -85,12 +85,12 @@ class Beside:
             self._hook.off()
 
     def trains(self) -> None:
-        """A forward that trains begins: after the first steps nothing more is looked at until the next one."""
+        """Note that a training forward begins: after the first steps, observation ends here until the next step."""
         if self._step > _FIRST:
             self._hook.off()
 
     def release(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hook.off()
 
     def _look(self, module: nn.Module, args: Any) -> None:

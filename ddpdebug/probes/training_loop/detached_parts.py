@@ -1,4 +1,4 @@
-"""Finds where a forward cuts its graph: looked for once, and only when parameters of modules get no gradient."""
+"""Finds where a forward detaches its graph: searched once, and only when parameters of modules get no gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Call = tuple[nn.Module, list[_Tensor], list[_Tensor]]
 
 
 class Cuts:
-    """Looks at one forward of one model.
+    """The search in one forward of one model.
 
     Args:
         lacking: the model's parameters that should have had a gradient by now.
@@ -43,17 +43,17 @@ class Cuts:
         self._given: set[int] = set()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Look at the forward that begins now."""
+        """Observe the forward that begins now."""
         if not internals.anything_compiled():
             self._given = {t.data_ptr() for t in inputs if internals.is_plain(t)}
             self._hook.on()
 
     def release(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hook.off()
 
     def end(self) -> DetachedParameters | None:
-        """Take the hook away; say which parameters lie behind which cut."""
+        """Remove the hook; return the parameters that the forward detaches, and the place; None if there are none."""
         self.release()
         calls, self._calls = self._calls, []
         root = self._root()

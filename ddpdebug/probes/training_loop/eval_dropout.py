@@ -1,4 +1,4 @@
-"""Which modules draw random numbers in an evaluation, and by which dropout functions: asked once one has drawn some.
+"""Modules that draw random numbers in an evaluation, with the dropout functions that they call.
 
 Nothing of the model's is replaced or traced: the functions stay what they are, no profiler is set, and no mode lies
 over torch's operations (under one, attention takes another path, with other rounding). The generators before and after
@@ -45,7 +45,7 @@ class _Model:
 
 
 class Chance:
-    """Watches the forwards of models in eval mode; one at a time."""
+    """The probe of random numbers in eval-mode forwards; one forward at a time."""
 
     def __init__(self, entries: Entries, calls: DropoutCalls) -> None:
         self._models: dict[int, _Model] = {}
@@ -54,7 +54,7 @@ class Chance:
         self._drawing = _Drawing(entries, calls)
 
     def begin(self, root: nn.Module) -> None:
-        """Look at the forward that begins now, of a model in eval mode."""
+        """Observe the forward that begins now, of a model in eval mode."""
         known = self._models.get(id(root))
         if known is None or known.ref() is not root:
             known = self._models[id(root)] = _Model(root)
@@ -69,7 +69,7 @@ class Chance:
             self._before = generators(root)
 
     def end(self, root: nn.Module) -> EvalDraws | None:
-        """Return the modules that have drawn and whose source calls dropout functions, if there are any."""
+        """Return the modules that drew random numbers and whose source calls dropout functions, if there are any."""
         now, follows = self._now, self._drawing.is_on
         if now is None or now.ref() is not root:
             return None
@@ -84,7 +84,7 @@ class Chance:
         return None
 
     def release(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._drawing.release()
         self._now = None
 
@@ -158,7 +158,7 @@ class _Drawing:
 
 
 def generators(root: nn.Module) -> tuple[int, ...]:
-    """Return fingerprints of the generators that a forward draws from; waits for nothing, draws nothing."""
+    """Return fingerprints of the generators that a forward may use; waits for nothing, draws nothing."""
     device = next(iter([p.device for p in internals.parameters(root)]), None)
     if device is None or device.type != "cuda":
         return (rng_digest(),)

@@ -1,4 +1,4 @@
-"""Parameters that need no gradient and that their optimizer moves all the same, by a gradient that was left to them."""
+"""Frozen parameters that their optimizer changes nevertheless, by a gradient that was left in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpdebug.probes.training_events import StepClosing, StepOpened
 
 
 class FrozenMoves:
-    """Looks at the frozen parameters with a gradient before and after a checked step.
+    """The probe of frozen parameters with a gradient, before and after a checked step.
 
     Those whose gradient has come since the last step are left out: some are frozen for a while (GANs) and step with
     what they got before.
@@ -22,7 +22,7 @@ class FrozenMoves:
         self._before: list[int | None] = []
 
     def before(self, event: StepOpened) -> None:
-        """Note what a step begins with."""
+        """Record the frozen parameters with a gradient before a step."""
         watch, record = event.watch, event.record
         self._held = []
         if record.checked and watch.wrappers:
@@ -32,7 +32,7 @@ class FrozenMoves:
             self._before = signs([p for _, p in self._held])
 
     def after(self, _: StepClosing) -> tuple[str, ...]:
-        """Report the frozen parameters that `optimizer.step()` has changed."""
+        """Return the frozen parameters that `optimizer.step()` has changed."""
         held, self._held = self._held, []
         if not held:
             return ()
@@ -41,6 +41,6 @@ class FrozenMoves:
 
 
 def signs(params: list[torch.Tensor]) -> list[int | None]:
-    """Return what changes with each parameter: on the CPU a glance at its values, elsewhere the count of writes."""
+    """Return a value per parameter that changes with it: on the CPU of sampled bytes, elsewhere the count of writes."""
     glances = device.glances(params)
     return [internals.version_of(p) for p in params] if glances is None else [*glances()]

@@ -1,4 +1,4 @@
-"""How the input of the first layer that has weights is distributed, over a model's first training forwards."""
+"""The distribution of the inputs of the first layer with weights, over a model's first training forwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Seen(NamedTuple):
 
 
 class Inputs:
-    """Looks at one model's inputs, and takes itself away."""
+    """The probe of one model's inputs, which removes itself."""
 
     def __init__(self, announce: Callable[[InputStatistics], None], entries: Entries) -> None:
         self._announce = announce
@@ -45,18 +45,18 @@ class Inputs:
         self.over = False
 
     def begin(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Look at the forward that begins now, with these tensors."""
+        """Observe the forward that begins now, with these tensors."""
         if not self.over and not self._hook.is_on and not anything_compiled():
             self._given = tensors
             self._hook.on()
 
     def release(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hook.off()
         self._given = tuple
 
     def end(self) -> None:
-        """Take the hook away; announce once enough was seen, and give up where forwards have no such layer."""
+        """Remove the hook; announce the statistics after enough forwards, give up if forwards have no such layer."""
         self._missed += self._hook.is_on
         self.over = self.over or self._missed >= FORWARDS
         self.release()

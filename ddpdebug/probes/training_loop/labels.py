@@ -1,4 +1,4 @@
-"""The class labels that pass through the losses: how many of each, and what an uninformed model should lose."""
+"""The class labels given to the losses: the count of each class, and the loss expected of an uninformed model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_CLASSES = 4096
 
 
 class Labels:
-    """What the losses were given as labels."""
+    """The labels that the losses were given."""
 
     def __init__(self) -> None:
         self._span: tuple[int, int] | None = None  # of this step
@@ -29,7 +29,7 @@ class Labels:
         self._weighted = self._masked = False
 
     def read(self, term: Term) -> None:
-        """Take the labels of one loss."""
+        """Count the labels of one loss."""
         found = labels_of(term)
         if found is None or not found[0].numel():
             return
@@ -47,7 +47,7 @@ class Labels:
             self._masked = self._masked or graph.saved_number(term.node, "reduction") == _EACH
 
     def take(self, detail: dict[str, Any]) -> Flag:
-        """Return what the step's labels show, and begin the next step."""
+        """Return a flag if all labels of the step are of one class, and begin the next step."""
         span, number, self._span, self._number = self._span, self._number, None, 0
         if span is None or span[0] != span[1] or number < _LEAST:
             return Flag(0)
@@ -55,7 +55,7 @@ class Labels:
         return Flag.SINGLE_CLASS
 
     def counts(self, models: Iterable[torch.nn.Module] = ()) -> LabelCounts | None:
-        """Return how often each class was seen, and which of them the embedding of one of the models pads with."""
+        """Return the count of each class, and the class that an embedding of one of the models pads with."""
         if self._counts is None:
             return None
         counts, again = self._counts.tolist()
@@ -76,7 +76,7 @@ class Labels:
 
     @staticmethod
     def initial(term: Term, root: torch.Tensor, scale: float | None) -> InitialLoss | None:
-        """Return the first loss of a run beside the number of classes, where both are known."""
+        """Return the first loss of a run with the number of classes; None if one of them is unknown."""
         found = labels_of(term)
         if found is None or not is_mean(term) or term.scaled or root.device.type != "cpu" or has_weights(term):
             return None

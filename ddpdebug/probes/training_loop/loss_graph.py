@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss shows before backward frees it: shapes, labels, what stands before the loss.
+"""Facts from a loss's autograd graph before backward frees it: shapes, labels, the operation before the loss.
 
 Nothing is hooked or patched: the nodes between the loss and the model are read, some tens of them at most, and only of
 the first backward passes and in checked steps. Labels are read where they are in host memory.
@@ -84,14 +84,14 @@ _POINTWISE = frozenset(
 
 
 class Term(NamedTuple):
-    """A loss function in the graph."""
+    """A loss function in the autograd graph."""
 
     node: Any
     scaled: bool  # it was multiplied or divided on its way to the root
 
 
 def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
-    """Return the loss functions that a loss is made of; what GradScaler multiplied the loss with does not count."""
+    """Return the loss functions in a loss's graph; GradScaler's multiplication does not count."""
     found: list[Term] = []
     waiting = [(root.grad_fn, False)]
     if by_scaler and root.grad_fn is not None and graph.name_of(root.grad_fn) in _SCALED:
@@ -122,14 +122,14 @@ def _below_form(node: Any) -> Any:
 
 
 def divisor(root: torch.Tensor, *, by_scaler: bool) -> float:
-    """Return the number that a loss was divided by at last, 1 where there is none; not by GradScaler."""
+    """Return the number by which a loss was last divided, 1 without a division; GradScaler's scale does not count."""
     node = below_scaler(root, by_scaler=by_scaler)
     number = None if node is None else scaled_by(node)
     return 1.0 if number is None else number
 
 
 class Chain(NamedTuple):
-    """How one loss came to be the number that backward is given: what it was divided by, the last division first."""
+    """The way from a loss function to the number given to backward: its divisors, the last division first."""
 
     node: Any  # the loss function, or the sum over its elements
     divisors: tuple[float, ...]
@@ -137,7 +137,7 @@ class Chain(NamedTuple):
 
 
 def chain(root: torch.Tensor, *, by_scaler: bool) -> Chain | None:
-    """Return what a loss of one term was divided by; None where it is made of several, or of what is not known."""
+    """Return the divisors of a loss of one term; None if it has several terms, or unknown operations."""
     node, divisors = below_scaler(root, by_scaler=by_scaler), list[float]()
     for _ in range(_MAX_POINTWISE):
         if node is None:
@@ -154,7 +154,7 @@ def chain(root: torch.Tensor, *, by_scaler: bool) -> Chain | None:
 
 
 def counted(node: Any) -> float | None:
-    """Return how many labels a loss function averages over, where it leaves some out and the number is at hand."""
+    """Return the number of labels in a loss function's mean, if it has saved one that can be read; else None."""
     target, number = graph.saved_tensor(node, "target"), graph.saved_tensor(node, "total_weight")
     if target is None or number is None or number.device.type != "cpu" or not number.numel():
         return None
@@ -162,7 +162,7 @@ def counted(node: Any) -> float | None:
 
 
 def below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
-    """Return the last node of a loss, without what GradScaler multiplied it with."""
+    """Return the last node of a loss before GradScaler's multiplication."""
     node = root.grad_fn
     if by_scaler and node is not None and graph.name_of(node) in _SCALED:
         node = next(iter([below for below, _ in node.next_functions if below is not None]), None)
@@ -170,7 +170,7 @@ def below_scaler(root: torch.Tensor, *, by_scaler: bool) -> Any:
 
 
 def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
-    """Return what tells which part of the labels that a loss is divided by it is the sum over.
+    """Return a function that gives the share of its divisor's labels that a summed loss covers.
 
     None where the loss is something else. On a device both numbers may be there: what is returned may wait for it.
     """
@@ -218,7 +218,7 @@ def _divisor_on_device(node: Any) -> torch.Tensor | None:
 
 
 def scaled_by(node: Any) -> float | None:
-    """Return the number that an operation divides by; None where it does something else, or the number is not known."""
+    """Return the number that an operation divides by; None for other operations, or if the number is unknown."""
     if graph.name_of(node) not in _SCALED or node.next_functions[1][0] is not None:
         return None
     other = graph.saved_tensor(node, "other")
@@ -228,13 +228,13 @@ def scaled_by(node: Any) -> float | None:
 
 
 def is_multiplied(root: torch.Tensor) -> bool:
-    """Return whether the last that was done to a loss is a multiplication with more than 1, such as a loss scale."""
+    """Return whether the last operation on a loss multiplies it by more than 1, as a loss scale does."""
     number = None if root.grad_fn is None else scaled_by(root.grad_fn)
     return number is not None and number < 1
 
 
 def is_scaled_in_part(root: torch.Tensor, scale: float) -> bool:
-    """Return whether some of what a loss adds up was multiplied by the loss scale, and some was not."""
+    """Return whether some terms of a loss were multiplied by the loss scale, and others were not."""
     waiting, found = [root.grad_fn], set[bool]()
     for _ in range(_MAX_NODES):
         node = waiting.pop(0) if waiting else None
@@ -256,7 +256,7 @@ def is_mean(term: Term) -> bool:
 
 
 def takes_classes(term: Term) -> bool:
-    """Return whether a loss function takes the numbers of classes for targets."""
+    """Return whether a loss function takes class indices as targets."""
     return graph.name_of(term.node) in _CLASSES
 
 
@@ -265,7 +265,7 @@ Fact = LossInput | TargetRange | TargetCases | LossBroadcast
 
 
 def facts(term: Term) -> Iterator[Fact]:
-    """Yield how one loss function is used: what made its input, between what its targets lie, what was spread."""
+    """Yield facts about one loss function: the origin of its input, the range of its targets, broadcasting."""
     node = term.node
     name = graph.name_of(node)
     if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
@@ -294,7 +294,7 @@ def _softmaxes(root: torch.Tensor) -> Iterator[Any]:
 
 
 def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
-    """Return a softmax over a single entry, if the loss is made of one."""
+    """Return a softmax over a single entry in the loss's graph; None if there is none."""
     for node in [*_softmaxes(root)]:
         shape, place = graph.shape_at(node), graph.saved_number(node, "dim")
         if shape and place is not None and shape[place] == 1:
@@ -303,7 +303,7 @@ def softmax_of_one(root: torch.Tensor) -> SoftmaxOfOne | None:
 
 
 def made_of_softmax(found: Sequence[Term], root: torch.Tensor) -> Iterator[LossInput]:
-    """Yield what made the inputs of losses that are no nodes of their own, beside the loss functions that are."""
+    """Yield the origin of the inputs of losses that are no graph nodes of their own, beside those in `found`."""
     if not any([takes_classes(term) for term in found]) and (soft := soft_target_input(root)) is not None:
         yield soft
     if (divergence := divergence_input(root)) is not None:
@@ -313,7 +313,7 @@ def made_of_softmax(found: Sequence[Term], root: torch.Tensor) -> Iterator[LossI
 
 
 def soft_target_input(root: torch.Tensor) -> LossInput | None:
-    """Return what made the input of a cross entropy that is no node of its own: one with soft or smoothed targets."""
+    """Return the origin of the input of a cross entropy with soft or smoothed targets, which is no node of its own."""
     for node in [*_softmaxes(root)]:
         if graph.name_of(node) == "LogSoftmaxBackward0":
             before = (plain_name(graph.name_of(node)), *_made_by(node)[:1])
@@ -322,7 +322,7 @@ def soft_target_input(root: torch.Tensor) -> LossInput | None:
 
 
 def divergence_input(root: torch.Tensor) -> LossInput | None:
-    """Return what made the input of `kl_div`: a sum over targets, which add up to one, times what it was given."""
+    """Return the origin of the input of `kl_div`: a sum over targets that add up to one, times the input."""
     waiting = [root.grad_fn]
     for _ in range(_MAX_NODES):
         node = waiting.pop(0) if waiting else None
@@ -346,7 +346,7 @@ def divergence_input(root: torch.Tensor) -> LossInput | None:
 
 
 def alignment_input(root: torch.Tensor) -> LossInput | None:
-    """Return what made the input of `ctc_loss`, which is divided by lengths behind its node."""
+    """Return the origin of the input of `ctc_loss`, which is divided by lengths after its node."""
     waiting = [root.grad_fn]
     for _ in range(_MAX_NODES):
         node = waiting.pop(0) if waiting else None
@@ -381,7 +381,7 @@ def _adds_up(targets: torch.Tensor | None) -> bool:
 
 
 def gist(fact: Fact) -> Hashable:
-    """Return what two facts about one line have in common if the second says nothing new.
+    """Return a key that is equal for two facts about one line if the second says nothing new.
 
     The number of samples does not count, nor does where exactly between two whole numbers the targets lie.
     """
@@ -396,7 +396,7 @@ def gist(fact: Fact) -> Hashable:
 
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
-    """Return the class labels that a loss was given, and the label that does not count."""
+    """Return the class labels that a loss was given, and its ignored label."""
     if graph.name_of(term.node) not in _CLASSES:
         return None, 0
     ignored = graph.saved_number(term.node, "ignore_index")
@@ -404,7 +404,7 @@ def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
 
 
 def labels_of(term: Term) -> tuple[torch.Tensor, int] | None:
-    """Return the class labels that count, and the number of classes, where both are in host memory and small."""
+    """Return the labels that count, and the number of classes; None unless they are small and in host memory."""
     target, ignored = target_of(term)
     logs = graph.saved_tensor(term.node, "self")
     if target is None or logs is None or target.device.type != "cpu" or not 0 < target.numel() <= _MAX_LABELS:
@@ -414,17 +414,17 @@ def labels_of(term: Term) -> tuple[torch.Tensor, int] | None:
 
 
 def has_weights(term: Term) -> bool:
-    """Return whether the classes of a loss carry weights."""
+    """Return whether a loss has class weights."""
     return graph.saved_tensor(term.node, "weight") is not None
 
 
 def name_of(term: Term) -> str:
-    """Return the loss function's name as it is in the graph."""
+    """Return the loss function's name in the graph."""
     return plain_name(graph.name_of(term.node))
 
 
 def plain_name(name: str) -> str:
-    """Return the name of an operation as it is called: "NllLoss" of "NllLossBackward0"."""
+    """Return the name of an operation from its node: "NllLoss" from "NllLossBackward0"."""
     return name.partition("Backward")[0]
 
 

@@ -1,4 +1,4 @@
-"""With which weight the losses of a step's micro-batches reach the gradients: together they are to be one mean."""
+"""The weights of a step's micro-batch losses in the gradients: together they should form one mean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Weight(NamedTuple):
 
 
 class LossScale:
-    """The losses that were given to backward since a step."""
+    """The losses that were given to backward since the last step."""
 
     def __init__(self) -> None:
         self._chains: list[_Weight | None] = []  # no node: it would keep the graph
@@ -39,7 +39,7 @@ class LossScale:
         self.twice = False  # one loss function was given to backward a second time
 
     def note(self, found: Sequence[Term], root: torch.Tensor, *, by_scaler: bool) -> None:
-        """Take a loss and the loss functions that it is made of."""
+        """Record a loss and its loss functions."""
         numbers = {internals.sequence_of(term.node) for term in found}
         self.twice = self.twice or not self._nodes.isdisjoint(numbers)
         self._nodes |= numbers
@@ -51,7 +51,7 @@ class LossScale:
             self._counts.append(count)
 
     def of(self, passes: int, line: str | None, ranks: int) -> Accumulation | None:
-        """Return what the losses of so many passes were divided by; None where that is a mean, or is not known."""
+        """Return the divisors of the losses of `passes` backwards; None if they form a mean, or are unknown."""
         if passes > 1 and len(self._unscaled) == passes:
             return self._about(passes, line, ranks, 1.0)
         chains = [found for found in self._chains if found is not None]

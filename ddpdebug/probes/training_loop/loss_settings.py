@@ -1,4 +1,4 @@
-"""The settings of a loss, as its autograd graph has them: loss functions, reductions, class weights, margins."""
+"""The settings of a loss, from its autograd graph: loss functions, reductions, class weights, margins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Weights = dict[str, tuple[torch.Tensor, str]]
 
 
 class Settings:
-    """Follows the losses of each line; what has stayed as it is since it was told last, is told."""
+    """The loss settings of each line; announced once they are constant and differ from those announced last."""
 
     def __init__(self) -> None:
         self._lines: dict[str | None, _Line] = {}
@@ -36,7 +36,7 @@ class Settings:
         self._shares = step, shares
 
     def look(self, root: torch.Tensor, line: str | None, *, by_scaler: bool) -> tuple[int, LossSettings] | None:
-        """See a loss before its backward; return which one it is, and its settings, once they are known."""
+        """Read a loss before its backward; return its number and settings once they are known, else None."""
         known = self._lines.get(line)
         if known is None:
             if len(self._lines) >= _MAX_LINES:

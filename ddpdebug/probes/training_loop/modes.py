@@ -1,4 +1,4 @@
-"""Train and eval mode of the modules that behave by it: in forwards that train, and in those without gradients."""
+"""Train and eval mode of modules that depend on it: in training forwards, and in those without gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Known = list[tuple[str, weakref.ref[nn.Module]]]
 
 
 def sensitive(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that the mode changes and that belong to a part of the model that trains."""
+    """Yield the modules that depend on their mode and belong to a part of the model that trains."""
     table = dict(internals.named_modules(root))
     for name, module in table.items():
         if not name or not changes(module):
@@ -44,7 +44,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def changes(module: nn.Module) -> bool:
-    """Return whether the mode changes what a module does."""
+    """Return whether a module depends on its mode."""
     if isinstance(module, DROPOUTS):
         return module.p > 0
     if isinstance(module, NORMS):
@@ -54,7 +54,7 @@ def changes(module: nn.Module) -> bool:
 
 
 class InEval(NamedTuple):
-    """Modules in eval mode that behave by their mode: of a model, or of a part of one that is in train mode."""
+    """Mode-dependent modules in eval mode: of a whole model, or of a part of one in train mode."""
 
     names: list[str]  # of those in eval mode
     mixed: bool  # some are in train mode, and nothing says that this was not chosen
@@ -62,14 +62,14 @@ class InEval(NamedTuple):
 
 
 class Modes:
-    """Watches the modes of the models' forwards."""
+    """The probe of modes in the models' forwards."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[nn.Module], _Known]] = {}
         self._parts: dict[int, tuple[list[str], InEval | None]] = {}  # what was said of these modules of a root
 
     def of(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return a model's modules that the mode changes."""
+        """Return a model's modules that depend on their mode."""
         known = self._known.get(id(root))
         if known is None or known[0]() is not root:
             found: _Known = [(name, weakref.ref(module)) for name, module in sensitive(root)]
@@ -77,7 +77,7 @@ class Modes:
         return [(name, module) for name, ref in known[1] if (module := ref()) is not None]
 
     def in_eval(self, root: nn.Module) -> InEval | None:
-        """Return the modes of the modules that the mode changes, None where all train, or some by choice do not."""
+        """Return the mode-dependent modules in eval mode; None if all are in train mode, or some are not on purpose."""
         found = self.of(root)
         if internals.in_train_mode(root):
             return self._part_in_eval(root, found)
@@ -104,7 +104,7 @@ class Modes:
         return known[1]
 
     def evaluates_in_train(self, root: nn.Module) -> bool:
-        """Return whether a forward without gradients depends on chance, or changes running statistics.
+        """Return whether a forward without gradients is random, or changes running statistics, because of train mode.
 
         BatchNorm without momentum collects statistics for averaged weights on purpose.
         """
@@ -130,5 +130,5 @@ def _part_of(root: nn.Module, still: Sequence[str]) -> InEval | None:
 
 
 def has_input_with_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the gradient of an input is wanted: adversarial examples, saliency, penalties."""
+    """Return whether an input needs a gradient: adversarial examples, saliency, penalties."""
     return any([tensor.requires_grad and tensor.is_leaf for tensor in tensors])

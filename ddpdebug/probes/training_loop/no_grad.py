@@ -1,4 +1,4 @@
-"""Which modules ran without gradients in the first forward that trains, although an optimizer has their parameters.
+"""Modules that ran without gradients in the first training forward, although an optimizer has their parameters.
 
 Told is what ran without gradients alone, and got none in the first steps: activation checkpointing that works, a
 siamese branch and a part that trains in every other step do get some. Beside it stands what speaks for an intention: a
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 
 class NoGrad:
-    """Looks at the first forward of one model, and at its parameters in the first steps.
+    """The probe of one model's first forward, and of its parameters in the first steps.
 
     Args:
         root: the model.
@@ -71,16 +71,16 @@ class NoGrad:
         self._parts: list[_Part] = []
 
     def begin(self) -> None:
-        """Look at the forward that begins now."""
+        """Observe the forward that begins now."""
         if not internals.anything_compiled():
             self._hook.on()
 
     def release(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hook.off()
 
     def mark(self, lacking: Iterable[torch.Tensor]) -> None:
-        """Note which modules that ran without gradients got none in the first step."""
+        """Record the modules that ran without gradients and whose parameters got none in the first step."""
         root = self._root()
         behind = ({id(p) for p in lacking} & self._without) - self._with
         if root is None or not behind:
@@ -98,11 +98,11 @@ class NoGrad:
             self._parts.append(_Part(about, prefix, weakref.ref(module), marks))
 
     def keep(self) -> None:
-        """Forget what has got a gradient since then, or was frozen."""
+        """Forget modules that have got a gradient since, or were frozen."""
         self._parts = [part for part in self._parts if part.lacks_gradients()]
 
     def found(self) -> NoGradParts | None:
-        """Return what is left."""
+        """Return the remaining modules; None if there are none."""
         parts = tuple([part.told() for part in self._parts[:_MAX_PARTS]])
         return NoGradParts(parts=parts) if parts else None
 

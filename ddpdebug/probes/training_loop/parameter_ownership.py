@@ -1,4 +1,4 @@
-"""Who holds which parameter: the models, the optimizers, the graph. Looked at in a few early steps only."""
+"""The owners of parameters: models, optimizers, the graph. Examined in a few early steps only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_LAST_NODES = 64
 
 
 class Audit:
-    """The optimizers of the process, and what the audits have seen."""
+    """The optimizers of the process, and the results of the audits."""
 
     def __init__(self, built: Built) -> None:
         self._all = built
@@ -44,13 +44,13 @@ class Audit:
         self._output = OutputLayer()
 
     def begin(self) -> None:
-        """Begin another stage of training; what an earlier one has trained may be left out of it."""
+        """Begin another stage of training, which may leave out parameters that an earlier one trained."""
         self._trained.update((key, seen) for key, seen in self._followed.items() if seen.is_alive())
         self._marked, self._followed, self._frozen, self._norms = {}, {}, 0.0, 0
         self._output = OutputLayer()
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what a new optimizer trains."""
+        """Record the parameters that a new optimizer trains."""
         self._all.optimizer(optimizer)
         self._held[id(optimizer)] = _elements(p for p in _params([optimizer]) if p.requires_grad)
 
@@ -61,7 +61,7 @@ class Audit:
     def at_step(
         self, step: int, optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | PlainModel]
     ) -> MissingParameters | FrozenParameters | None:
-        """Look around before a step of an optimizer; return what is to be announced."""
+        """Audit the parameters before an optimizer step; return the announcement that is due, if any."""
         if step == 0:
             self._followed = {id(p): internals.Seen(p) for p in _params(self._all.optimizers)}
         if step == FIRST:
@@ -74,7 +74,7 @@ class Audit:
         return self._still_frozen(step, optimizer, wrappers) if step == LATER else None
 
     def output(self, root: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        """Look at what made a model's output, in a forward that trains, before its graph is gone."""
+        """Examine the layer that made a model's output, in a training forward, before its graph is freed."""
         self._output.look(root, outputs)
 
     def _still_frozen(
@@ -137,7 +137,7 @@ class Audit:
 
 
 class OutputLayer:
-    """Finds a frozen layer that makes a model's output, while what is before it trains.
+    """Finds a frozen output layer in a model whose earlier layers train.
 
     Adapters, prompts and probes leave most weights frozen; a frozen decoder or discriminator is more than one layer; an
     output layer that shares its weight with a frozen embedding is no layer of its own.
@@ -148,7 +148,7 @@ class OutputLayer:
         self._found: list[tuple[str, int, int | None]] = []  # name, number and version
 
     def look(self, root: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        """Look at one forward with gradients."""
+        """Examine one forward with gradients."""
         weights = {p.data_ptr(): p for _, p in _weights(root)}
         frozen = {key: p for key, p in weights.items() if not p.requires_grad}
         size = _elements(frozen.values())
@@ -161,7 +161,7 @@ class OutputLayer:
             self._found = [(name, id(p), internals.version_of(p)) for name, p in names]
 
     def still_frozen(self, trained: set[int]) -> tuple[str, ...]:
-        """Name what was found, if nobody has written or unfrozen it since, and no other optimizer has it."""
+        """Return the layer's parameters if they were not written or unfrozen since, and no other optimizer has them."""
         root = None if self._root is None else self._root()
         now = {} if root is None else dict(internals.named_parameters(root))
         same = all(
@@ -236,7 +236,7 @@ def _said_frozen(wrappers: Sequence[Wrapper | PlainModel]) -> tuple[str, ...]:
 def unregistered(
     output: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], root: nn.Module, known: set[int]
 ) -> list[str]:
-    """Name the parameters that a model's output was computed with and that no model and no optimizer has."""
+    """Return the names of parameters behind a model's output that belong to no model and no optimizer."""
     # numbers are used again: nodes must live while they are known by theirs
     kept: list[Any] = [t.grad_fn for t in inputs if t.grad_fn is not None]
     seen = {id(node) for node in kept}

@@ -1,4 +1,4 @@
-"""Whether the epochs or steps of a run draw the same random numbers: a seed that is set again, mostly by accident.
+"""Repeated random numbers in the epochs or steps of a run: a seed that is set again, mostly by accident.
 
 And whether backward draws some: what is computed again for it (activation checkpointing) is to be the same again.
 """
@@ -20,7 +20,7 @@ _PASSES, _SAME = 8, 4
 
 
 class Epochs:
-    """The states of torch's generators as epochs begin, and whether the steps after that draw from them."""
+    """The states of torch's generators at the start of epochs, and whether the steps after it draw from them."""
 
     def __init__(self) -> None:
         self._begin()
@@ -38,11 +38,11 @@ class Epochs:
         self._draws = False
 
     def forward(self, root: torch.nn.Module) -> None:
-        """Look at a forward that trains, as it begins."""
+        """Record the generators at the start of a training forward."""
         self._forward = generators(root) if self._passes < _PASSES else ()
 
     def backward_begins(self, root: torch.nn.Module | None) -> RepeatedNumbers | None:
-        """Look at a backward that begins: the forward before it may have begun and ended as that of the pass before."""
+        """Compare the generators before and after the last forward with those of the forward before."""
         self._backward = ()
         if root is None or self._passes >= _PASSES:
             return None
@@ -55,7 +55,7 @@ class Epochs:
         return RepeatedNumbers(steps=self._same, location=user_location()) if self._same == _SAME else None
 
     def backward_ends(self, root: torch.nn.Module | None) -> bool:
-        """Return whether a backward of a model with dropout has drawn numbers."""
+        """Return whether the backward of a model with dropout has drawn random numbers."""
         before, self._backward = self._backward, ()
         if root is None or not before or before == generators(root):
             return False
@@ -64,11 +64,11 @@ class Epochs:
         )
 
     def forget(self) -> None:
-        """Begin anew: another training begins (a fold, a trial), which may begin as the one before did."""
+        """Reset: another training begins (a fold, a trial), which may begin as the one before did."""
         self._begin()
 
     def begins(self, root: torch.nn.Module | None) -> RepeatedNumbers | None:
-        """Look at an epoch that begins; one without steps is none."""
+        """Compare the generators at the start of an epoch with those of the last epoch that had steps."""
         if root is None or self.told or (self._state and not self._steps):
             return None
         state = generators(root)
@@ -80,7 +80,7 @@ class Epochs:
         return RepeatedNumbers(epochs=self._equal, location=user_location())
 
     def before_step(self, root: torch.nn.Module | None) -> None:
-        """See whether the second step of an epoch begins in another state than the first."""
+        """Check whether the generators have moved between the first and the second step of an epoch."""
         self._steps += 1
         if root is None or self._draws or not self._state or self._steps > 2:
             return

@@ -1,4 +1,4 @@
-"""Whether what was loaded, and what begins, belongs to one moment: model, average, optimizer, schedule, loss scaler.
+"""Consistency of loaded state: model, average, optimizer, schedule and loss scaler should be of one moment.
 
 Looked at as something is loaded, and as an optimizer takes its first steps: nothing of it costs anything in others.
 What keeps state from step to step lives as long as the training: what is made anew again and again does not.
@@ -92,7 +92,7 @@ class Resume:
         self._loads = 0
 
     def loaded(self, event: Loaded) -> None:
-        """Take a load: which names have fitted, and what the parameters are then."""
+        """Record a load: the names that matched, and the parameters' values after it."""
         if is_a(event.thing, torch.optim.Optimizer):
             self._look_at_names(event)
         if not is_a(event.thing, torch.nn.Module) or not is_a(event.result, tuple):
@@ -190,7 +190,7 @@ class Resume:
         self._beside = going if self._after_load < _FOLLOWED else []
 
     def scaler_steps(self, event: ScalerSteps) -> None:
-        """See which loss scaler steps an optimizer: what it has learned about the scale is gone with it."""
+        """Record the loss scaler of an optimizer; a new scaler has lost what the old one learned about the scale."""
         optimizer = event.optimizer
         known = self._scaled.get(id(optimizer))
         params = internals.params(optimizer)
@@ -208,13 +208,13 @@ class Resume:
             self._scaled[id(optimizer)] = _Trained("", weakref.ref(event.scaler), seen, begun=begun)
 
     def epoch_begins(self, event: EpochBegan) -> None:
-        """Note with which epoch the process begins."""
+        """Record the number of the first epoch of the process."""
         if not self._schedules.taken:
             epoch = attributes_of(sampler_of(event.loader)).get("epoch")
             self._epoch = max(self._epoch, epoch if type(epoch) is int else 0)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer that is about to step."""
+        """Check an optimizer that is about to step."""
         for said, lacking in self._unfitted:
             self._tell(replace(said, names=tuple(lacking)[:_MAX_NAMES]))
         self._unfitted.clear()

@@ -1,4 +1,4 @@
-"""Whether forwards without gradients collect what is trained on next, as the rollouts of reinforcement learning do.
+"""Detection of rollouts: forwards without gradients that collect the next training batch (reinforcement learning).
 
 What they were given makes up the batch that is trained on next, and the batch after the collection before is not among
 it. An evaluation on training data shows either none of the next batch, or the earlier one as well. Asked of inputs in
@@ -21,7 +21,7 @@ _MAX_EVALUATIONS = 64
 
 
 class Rollouts:
-    """Compares the inputs of forwards without gradients with the batches that are trained on before and after them."""
+    """Compares the inputs of forwards without gradients with the training batches before and after them."""
 
     def __init__(self) -> None:
         self.has_batch = False  # of an earlier time
@@ -31,14 +31,14 @@ class Rollouts:
         self._evaluations = 0
 
     def trains(self, batch: Sequence[torch.Tensor]) -> None:
-        """Remember rows of a batch that is trained on: of samples, and of vectors."""
+        """Remember rows of a training batch: of samples, and of vectors."""
         self.has_batch = True
         for tensor in with_rows(batch):
             for size in _sizes(tensor):
                 self._before.setdefault(size, row_fingerprints(tensor, size, _PER_BATCH))
 
     def given(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember what a forward without gradients is given: its first tensor's rows, or the whole of a vector."""
+        """Remember the input of a forward without gradients: the rows of its first tensor, or a whole vector."""
         first = next(iter(with_rows(tensors)), None)
         if first is None or self._evaluations >= _MAX_EVALUATIONS or len(self._given) >= _MAX_ROWS:
             return
@@ -49,7 +49,7 @@ class Rollouts:
             self._given.update(row_fingerprints(first, row_bytes, _PER_FORWARD))
 
     def collected(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether what was given since the last call was collected for the batch that is trained on now."""
+        """Return whether the inputs since the last call were collected for the present training batch."""
         given, self._given = self._given, set()
         self._evaluations += 1
         if not given:
@@ -63,12 +63,12 @@ class Rollouts:
         return before is not None and given.isdisjoint(before)
 
     def forget(self) -> None:
-        """Forget forwards that turned out to be no evaluation."""
+        """Discard the inputs of forwards that turned out to be no evaluation."""
         self._given.clear()
 
 
 def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that have rows; those of the user's classes, nested and sparse ones are not asked."""
+    """Return the tensors that have rows; tensor subclasses, nested and sparse tensors are left out."""
     return [t for t in tensors if type(t) is torch.Tensor and internals.is_plain(t) and t.dim() and t.numel()]
 
 

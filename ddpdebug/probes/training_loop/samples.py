@@ -1,4 +1,4 @@
-"""What a model is given, sample by sample: alike within a batch, trained on before, or taken for another dimension.
+"""The samples given to a model: equal within a batch, seen in training before, or with dimensions mixed up.
 
 Rows are known by fingerprints of their bytes in host memory; nothing else is asked of a tensor.
 """
@@ -27,14 +27,14 @@ _KNOWN, _EVALUATIONS = 0.25, 2
 
 
 class Views:
-    """Whether the rows of the first batches are all one, or their two halves are, or two forwards of a step."""
+    """Equality of rows in the first batches: all rows, two halves of a batch, or two forwards of a step."""
 
     def __init__(self) -> None:
         self._looked = self._rows = self._halves = self._again = 0  # forwards, and of these such that show it
         self._before: tuple[list[int], list[int]] = ([], [])  # digests and addresses of the newest forward
 
     def forward(self, root: nn.Module, tensors: Sequence[torch.Tensor], *, first: bool) -> RepeatedDeliveries | None:
-        """Look at a forward that trains, the first one since a backward or another one."""
+        """Examine a training forward; `first` if it is the first one since a backward."""
         if self._looked >= 2 * _FORWARDS:
             return None
         rows = [t for t in with_rows(tensors) if len(t) >= _LEAST]
@@ -57,19 +57,19 @@ class Views:
 
 
 class Known:
-    """Whether evaluations are given what is trained on, and nothing else."""
+    """Whether evaluations get training samples only."""
 
     def __init__(self) -> None:
         self._trained: set[int] = set()
         self._seen = self._new = self._evaluations = 0
 
     def trains(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Remember rows that are trained on, as long as they are few."""
+        """Remember training rows, as long as they are few."""
         if len(self._trained) < _MAX_ROWS and self._evaluations >= 0:
             self._trained.update(_rows(tensors()))
 
     def evaluates(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Look at a forward of an evaluation, unless one before it was given something else."""
+        """Examine a forward of an evaluation, unless an earlier one got other samples."""
         if self._new or self._evaluations < 0:
             return
         rows = _rows(tensors())
@@ -78,7 +78,7 @@ class Known:
         self._new += not rows or known < _KNOWN * len(rows)
 
     def ends(self, *, evaluated: bool) -> int:
-        """Return how many samples of several evaluations were trained on, where it was all that they had; then once."""
+        """Return, once, the number of samples in several evaluations that were all training samples; else 0."""
         seen, new, self._seen, self._new = self._seen, self._new, 0, 0
         if not evaluated or not (seen or new) or self._evaluations < 0:
             return 0
@@ -90,19 +90,19 @@ class Known:
 
 
 class Axes:
-    """Whether a layer that wants time first is given the batch first, in the first forward."""
+    """Whether a time-first layer gets batch-first input, in the first forward."""
 
     def __init__(self, entries: Entries) -> None:
         self._hook = entries.before_modules("probe:axes", self._look)
         self._seen: dict[str, tuple[int, ...]] = {}
 
     def begin(self) -> None:
-        """Look at the forward that begins now."""
+        """Observe the forward that begins now."""
         if not internals.anything_compiled():
             self._hook.on((nn.RNNBase, nn.MultiheadAttention))
 
     def release(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hook.off()
 
     def _look(self, module: nn.Module, args: Any) -> None:
@@ -112,7 +112,7 @@ class Axes:
             self._seen.setdefault(type(module).__name__, tuple(given.shape))
 
     def mixed(self, target: torch.Tensor | None) -> LossBroadcast | None:
-        """Name a layer whose time has as many entries as there are targets, one for each sample, if there is one."""
+        """Return a layer whose time dimension has as many entries as there are samples; None if there is none."""
         rows = 0 if target is None or not target.dim() or target.numel() != len(target) else len(target)
         layers = [(name, shape) for name, shape in self._seen.items() if shape[0] == rows]
         if not layers or any([shape[1] == rows for shape in self._seen.values()]):

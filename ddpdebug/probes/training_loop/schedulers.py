@@ -1,4 +1,4 @@
-"""Counts the calls of learning-rate schedulers against the optimizer steps, and sees where the rate is set in vain."""
+"""Calls of learning-rate schedulers against optimizer steps, and learning rates that are set in vain."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Schedules:
         self._renewed: list[tuple[str, int, int]] = []
 
     def called(self, scheduler: Any) -> None:
-        """Note a call; those that torch makes itself, in a constructor or for a part, do not count."""
+        """Record a call; those that torch makes itself, in a constructor or for a part, do not count."""
         calls, caller = self._of(scheduler), calling_frame()
         if caller is not None and internals.NOTED in caller.f_code.co_varnames:
             caller = caller.f_back  # it is the method itself, in whose code the look lies
@@ -99,11 +99,11 @@ class Schedules:
             calls.location = user_location(caller)
 
     def moved(self, scheduler: Any) -> None:
-        """Note a call with an argument, an epoch or a metric: how often it is made says nothing."""
+        """Record a call with an argument (an epoch or a metric), whose frequency means nothing."""
         self._of(scheduler).inner += 2
 
     def before_step(self, optimizer: torch.optim.Optimizer, micro_batches: int) -> dict[str, Any]:
-        """Return the entries `scheduler` and `elsewhere` of the step's details, as far as there is something."""
+        """Return the entries `scheduler` and `elsewhere` of the step's detail, if there are any."""
         number = self._count(optimizer)
         found: dict[str, Any] = {}
         steps = 0 if number else steps_of(optimizer)  # before its first step here: of a run that is gone on with
@@ -141,37 +141,37 @@ class Schedules:
             self._paces.append(UnusedSchedule(class_name=name, steps=steps, calls=at, begins_again=True))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[tuple[Any, int]]:
-        """Return the schedules of an optimizer, with how often each was called, by whomever."""
+        """Return the schedulers of an optimizer, with the number of calls of each, by any caller."""
         calls = [known for known in self._living() if known.optimizer == id(optimizer) and not known.part]
         return [(known.scheduler(), known.total + known.inner) for known in calls]
 
     def taken_by(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return how many steps an optimizer has taken here."""
+        """Return the number of steps that an optimizer has taken in this process."""
         known = self._steps.get(id(optimizer))
         return 0 if known is None or known.optimizer() is not optimizer else known.number
 
     def passed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that is not looked at."""
+        """Count a step that is not watched."""
         self._count(optimizer)
         for calls in self._calls.values():
             calls.pending = 0
 
     def forgive(self) -> None:
-        """Forget the calls since the last step: the loss scaler has skipped one."""
+        """Discard the calls since the last step, because the loss scaler has skipped a step."""
         for calls in self._living():
             calls.pending = 0
 
     def built(self, scheduler: Any) -> None:
-        """Note a schedule whose constructor does not step it."""
+        """Record a scheduler whose constructor does not call its `step`."""
         self._of(scheduler)
 
     def paces(self) -> list[UnusedSchedule]:
-        """Return the schedules, each once, that have been stepped for at least twice their lengths."""
+        """Return the schedulers, each once, that were stepped for at least twice their lengths."""
         found, self._paces = self._paces, []
         return found
 
     def renewed(self) -> list[tuple[str, int, int]]:
-        """Return the class of each schedule that has cut another short, how many in a row, and calls of that."""
+        """Return (class, how many in a row, calls of the former one) of schedulers that replaced another too early."""
         found, self._renewed = self._renewed, []
         return found
 
@@ -195,7 +195,7 @@ class Schedules:
                 self._paces.append(_used(name, calls, steps))
 
     def at_end(self, world: int | None = None) -> list[UnusedSchedule]:
-        """Name the schedulers that nothing has ever stepped, and those of a known length, with their optimizers' steps.
+        """Return the schedulers that were never stepped, and those of a known length, with their optimizers' steps.
 
         One that ended with the function that made it is among them. Where the rate has changed by other means, by hand
         or by another schedule, those that were never stepped are left out: a second schedule may be meant for a phase
@@ -290,7 +290,7 @@ def _used(name: str, calls: Calls, steps: int) -> UnusedSchedule:
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps an optimizer's state says that it has taken, where that can be read without waiting."""
+    """Return the number of steps in an optimizer's state; 0 if it cannot be read without waiting."""
     for held in internals.state(optimizer).values():
         step = held.get("step")
         if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.numel() == 1:
@@ -301,12 +301,12 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def is_at_its_start(scheduler: Any) -> bool:
-    """Return whether one of torch's schedules has not moved since it was made."""
+    """Return whether one of torch's schedulers has not moved since it was made."""
     return bool(vars(scheduler).get("last_epoch") == 0)
 
 
 def share_of(scheduler: Any) -> float | None:
-    """Return which share of its rate the optimizer of one of torch's schedules has, where both are numbers."""
+    """Return the present learning rate as a share of the scheduler's initial one; None unless both are numbers."""
     first, optimizer = (vars(scheduler).get("base_lrs") or (None,))[0], vars(scheduler).get("optimizer")
     groups = [] if optimizer is None else internals.groups(optimizer)
     now = groups[0].get("lr") if groups else None
@@ -316,7 +316,7 @@ def share_of(scheduler: Any) -> float | None:
 
 
 def length_of(scheduler: Any) -> int | None:
-    """Return after how many calls the rate of one of torch's schedules is at its lowest, or next to nothing.
+    """Return the number of calls after which one of torch's schedulers is at its lowest rate, or close to 0.
 
     None of one that only warms up, that begins again by design, or whose form is not known.
     """
@@ -330,7 +330,7 @@ def length_of(scheduler: Any) -> int | None:
 
 
 def left_by(scheduler: Any) -> float:
-    """Return the share of the rate that one of torch's schedules of a known length ends with."""
+    """Return the share of the initial rate at which one of torch's schedulers of a known length ends."""
     about = vars(scheduler)
     if type(scheduler) is lr_scheduler.SequentialLR:
         return left_by(parts_of(scheduler)[-1])

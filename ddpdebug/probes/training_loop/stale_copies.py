@@ -1,4 +1,4 @@
-"""Copies of the trained model that evaluations use and steps do not: averages (EMA, SWA) are to follow the model.
+"""Copies of the trained model that only evaluations use: averages (EMA, SWA), which should follow the model.
 
 A copy that takes part in the steps themselves may stay as it is: a teacher, a reference, a target network.
 Values are compared in host memory only.
@@ -36,7 +36,7 @@ class _Copy:
 
 
 class StaleCopies:
-    """Watches copies that run in eval mode without gradients.
+    """The probe of copies that run in eval mode without gradients.
 
     Args:
         apart: steps between two evaluations; what runs more often belongs to the steps.
@@ -50,11 +50,11 @@ class StaleCopies:
         self._copies: dict[int, _Copy] = {}
 
     def waits(self, step: int) -> bool:
-        """Return whether the forwards of this step are to be seen: those of a copy that is new make it part of them."""
+        """Return whether this step's forwards must be observed: a new copy in them would be a part of the steps."""
         return any([copy.values is not None and step - copy.first <= 1 for copy in self._copies.values()])
 
     def ran(self, module: nn.Module, step: int, roots: Sequence[weakref.ref[nn.Module]]) -> TrainModeValidation | None:
-        """See a model that has run; return what is to be told."""
+        """Examine a model that has run; return the announcement that is due, if any."""
         if internals.in_train_mode(module):
             return None
         known = self._copies.get(id(module))
@@ -70,7 +70,7 @@ class StaleCopies:
         return _said(known) if known.evaluations == _ENOUGH else None
 
     def takes_part(self, module: nn.Module) -> None:
-        """See a model that has run with gradients, as a part of a loss."""
+        """Note that a model has run with gradients, as a part of a loss."""
         if (known := self._copies.get(id(module))) is not None:
             known.values = None
 
@@ -92,7 +92,7 @@ class StaleCopies:
         self._copies[id(module)] = copy
 
     def at_end(self) -> Iterator[TrainModeValidation]:
-        """Return what the whole run has shown of copies that were not told."""
+        """Yield the announcements that only the whole run allows, of copies not announced before."""
         for copy in self._copies.values():
             shown = copy.is_new or copy.evaluations >= _LEAST
             if copy.values is not None and shown and copy.evaluations < _ENOUGH:

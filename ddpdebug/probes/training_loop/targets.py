@@ -1,4 +1,4 @@
-"""What the targets of the loss are like: what a model would lose that knows nothing but how frequent they are.
+"""The distribution of the loss's targets: the loss of a model that knows only their frequencies.
 
 Read from the graph of the loss, in the first backward passes and in checked steps, where the loss is one mean of
 cross entropies, of binary ones, or of squares, and where its targets are in host memory.
@@ -28,7 +28,7 @@ _LIST, _MAX_LISTS = 8, 4096
 
 
 class Targets:
-    """The targets that have passed through one loss; begins anew with another one."""
+    """The targets of one loss; reset by another loss."""
 
     def __init__(self) -> None:
         self._key: tuple[str, int] | None = None
@@ -48,7 +48,7 @@ class Targets:
     def read(
         self, terms: list[Term], root: torch.Tensor, rows: Container[int], *, by_scaler: bool
     ) -> announcements.Targets | None:
-        """Take the targets of a loss; return what is known of them where it is time to announce it.
+        """Count the targets of a loss; return their statistics when it is time to announce them.
 
         Chance is told where each sample has one target, and `rows` has their number: a language model that predicts
         each token stays for a while at how frequent the tokens are, on its way to more.

@@ -1,4 +1,4 @@
-"""How the training loop uses its parts: modes, clearing, scheduling, clipping, losses, who holds which parameter.
+"""The training loop's use of its parts: modes, clearing, scheduling, clipping, losses, ownership of parameters.
 
 Runs on the training thread and inside the guard. What a step shows goes into the row's flags and the `recipe`
 detail, what is seen once is announced; the rules judge.
@@ -108,7 +108,7 @@ _UNREDUCED = "Expected to have finished reduction"
 
 @dataclass(slots=True)
 class RecipeNotes(Part, key="probe:recipe"):
-    """What a step shows of how the loop is used."""
+    """The notes of a step about the use of the loop's parts."""
 
     flags: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)  # fields of `details.Recipe`, as they become known
@@ -176,7 +176,7 @@ class _Stage:
 
 
 class LeakSearch(Protocol):
-    """Asks whether a language model sees the token that it shall predict; see `forensics/target_leak.py`."""
+    """The test whether a language model sees the token that it must predict; see `forensics/target_leak.py`."""
 
     def loss(
         self,
@@ -185,13 +185,13 @@ class LeakSearch(Protocol):
         ignored: int,
         reader: Callable[[], Callable[[], float]],
     ) -> None:
-        """Take a loss and where it comes from."""
+        """Take a loss with its forward and its target."""
 
     def work(self, step: int) -> None:
-        """Go on; what is found is announced."""
+        """Continue the test; its result is announced."""
 
     def drop(self) -> None:
-        """Let go of everything."""
+        """Release all kept objects."""
 
 
 def _none(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
@@ -200,7 +200,7 @@ def _none(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
 
 
 class Recipe:
-    """One process's training loop.
+    """The probe of one process's training loop.
 
     Args:
         models: finds the DDPs.
@@ -321,14 +321,14 @@ class Recipe:
             self._run("probe:clearing", self.clearing.of, event.optimizer)
 
     def scheduled(self, event: events.SchedulerStepped) -> None:
-        """Note a call of a scheduler's `step`; a given epoch is absolute: said twice it is the same."""
+        """Record a call of a scheduler's `step`; a call with an epoch is absolute: repeating it changes nothing."""
         if event.absolute:
             self.schedules.moved(event.scheduler)
         else:
             self.schedules.called(event.scheduler)
 
     def scheduler_built(self, event: events.SchedulerBuilt) -> None:
-        """Note a scheduler whose constructor does not step it."""
+        """Record a scheduler whose constructor does not call its `step`."""
         self.schedules.built(event.scheduler)
 
     # --- forward ------------------------------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ class Recipe:
             self.tell(replace(mask, location=user_location()))
 
     def cut(self) -> None:
-        """Forget what was noted of a step that an exception of the user's has cut short."""
+        """Discard the notes of a step that a user's exception has interrupted."""
         self.abort()
         self._stepping.clear()
         self._closure, self._loop = None, _Loop()
@@ -528,7 +528,7 @@ class Recipe:
             self._tell_no_grad()
 
     def abort(self) -> None:
-        """Take the hooks of a forward away that is over."""
+        """Remove the hooks of a forward that is over."""
         self._chance.release()
         for inputs in [*self._inputs.values(), *self._evaluated_inputs.values()]:
             inputs.release()
@@ -984,7 +984,7 @@ class Recipe:
         self._loop = _Loop()
 
     def close(self, *, finished: bool = False) -> None:
-        """Announce what only the end shows; a schedule by epochs has had its chance if the run came to its end."""
+        """Announce facts that only the end shows; those about schedulers by epoch only if the run has `finished`."""
         self.abort()
         self._beside.release()
         if os.getpid() != self._pid:  # a forked child (a loader's worker) is not the rank, and has no one to tell
@@ -1010,7 +1010,7 @@ class Recipe:
             self._announce(self._at(replace(fact, location=line)))
 
     def tell(self, fact: Announcement, about: Hashable = None) -> None:
-        """Announce a fact of this step, the first few of each kind, or of what tells some of a kind from others."""
+        """Announce a fact of this step, only the first few of each kind; `about` distinguishes within a kind."""
         told = self._told.setdefault(type(fact), {})
         if about in told or len(told) < _MAX_DIFFERENT:
             told[about] = told.get(about, 0) + 1

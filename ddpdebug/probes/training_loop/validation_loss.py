@@ -1,4 +1,4 @@
-"""Evaluations of a script: losses that are computed without gradients, and forwards of the models around them.
+"""Evaluations of a script: losses computed without gradients, and the models' forwards around them.
 
 In eval mode a loss is a validation loss. One quantity is followed: the losses of one line over one data set, as scalar
 as the line made them, and of an evaluation their mean (of sums the mean of the sums). Where they are read is a setting:
@@ -95,7 +95,7 @@ class _Losses:
 
 
 class Evaluations:
-    """One process's evaluations.
+    """The probe of one process's evaluations.
 
     Args:
         calls: knows whether the script tells validation losses itself.
@@ -140,7 +140,7 @@ class Evaluations:
     # --- when to look -------------------------------------------------------------------------------------------------
 
     def begin(self, _: StepEnded | Woken) -> None:
-        """An optimizer has stepped: an evaluation may follow."""
+        """Start to observe after an optimizer step: an evaluation may follow."""
         if self._source == "told" or self._state.in_backward or self._threads.several:
             return
         if internals.anything_compiled():  # what of a model runs as a graph is not seen
@@ -213,7 +213,7 @@ class Evaluations:
             self.look(loss, _OUTPUT)
 
     def look(self, loss: Any, source: str) -> None:
-        """See a loss that was computed while gradients are off; `source` says by what."""
+        """Take a loss that was computed while gradients are off; `source` names its origin."""
         if self._threads.several or not internals.is_readable(loss):
             return
         models = self._state.models()
@@ -251,7 +251,7 @@ class Evaluations:
                 own.add(torch.where(scaled, left, computed))
 
     def end(self, _: StepBegan) -> None:
-        """An optimizer is about to step: what was computed before is an evaluation, or is not."""
+        """Decide before an optimizer step whether the losses since the last one were an evaluation."""
         state = self._state
         if not state.in_backward:  # else it may be a thread of autograd's
             if not self._begun:
@@ -308,13 +308,13 @@ class Evaluations:
             self.release()
 
     def close(self) -> None:
-        """Take the hooks away, and announce what only the end shows."""
+        """Remove the hooks, and announce facts that only the end shows."""
         self.release()
         for said in self._copies.at_end():
             self._tell(said)
 
     def release(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._hook.off()
         self._before.off()
 
@@ -358,7 +358,7 @@ class _TrainMode:
 
 
 def loss_in(output: Any) -> torch.Tensor | None:
-    """Return the loss that a model returns: its output, the only scalar of a tuple, or what it calls `loss`."""
+    """Return the loss in a model's output: the output, the only scalar of a tuple, or the entry `loss`."""
     if is_a(output, dict):
         output = dict.get(output, "loss")
     elif is_a(output, tuple):

@@ -1,4 +1,4 @@
-"""Follows the gradients of each optimizer through a step: cleared, fed by a backward, used by a step.
+"""The gradients of each optimizer through a step: cleared, accumulated by a backward, used by a step.
 
 Of each optimizer a few parameters stand for all. A gradient is known by its object and its version counter, so nothing
 is read from a device; what the counter cannot tell (an old-style `p.grad.data.zero_()`) is looked up in host memory.
@@ -32,7 +32,7 @@ Mark = tuple[int, int] | None
 
 
 class Cleared(NamedTuple):
-    """What was done to gradients before a step."""
+    """The changes of gradients before a step."""
 
     carried: bool  # they hold what the step before has used
     gone: bool  # those of the last backward were cleared
@@ -43,7 +43,7 @@ class Cleared(NamedTuple):
 
 @dataclass(slots=True)
 class Fed:
-    """What is known of one optimizer's gradients."""
+    """The state of one optimizer's gradients."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     places: Sequence[tuple[int, int]] = ()  # group and position of the parameters that stand for all
@@ -60,7 +60,7 @@ class Fed:
     discards: int = 0  # times that they were cleared unused, in this step
 
     def sample(self) -> list[torch.Tensor]:
-        """Return the parameters that stand for all."""
+        """Return a few parameters that stand for all of the optimizer."""
         optimizer = self.optimizer()
         groups = [] if optimizer is None else internals.groups(optimizer)
         key = hash(tuple([(id(group["params"]), len(group["params"])) for group in groups]))
@@ -74,7 +74,7 @@ class Fed:
         return [groups[g]["params"][i] for g, i in self.places]
 
     def look(self) -> list[Mark]:
-        """Return the marks of the gradients as they are now."""
+        """Return the present marks of the gradients."""
         found: list[Mark] = []
         for p in self.sample():
             grad = p.grad
@@ -83,7 +83,7 @@ class Fed:
         return found
 
     def is_zero(self) -> bool:
-        """Return whether the gradients are zero, as far as can be told without waiting for a device."""
+        """Return whether the gradients are zero, as far as known without waiting for a device."""
         grads = [internals.held_here(grad) for p in self.sample() if (grad := p.grad) is not None]
         if any([grad.device.type != "cpu" or not internals.is_plain(grad) for grad in grads]):
             return False
@@ -98,7 +98,7 @@ class Fed:
 
 
 def evaluations(optimizer: torch.optim.Optimizer) -> int:
-    """Return how often an optimizer has evaluated its closure, as far as it counts that."""
+    """Return how often an optimizer has evaluated its closure; 0 if it does not count that."""
     if type(optimizer) is not torch.optim.LBFGS:
         return 0
     counts = [state.get("func_evals", 0) for state in list(internals.state(optimizer).values())]
@@ -110,7 +110,7 @@ def _never(_: torch.optim.Optimizer) -> bool:
 
 
 class Clearing:
-    """All optimizers.
+    """The gradients of all optimizers.
 
     Args:
         alone: tells whether no other thread trains, and sees to it that none begins to meanwhile.
@@ -126,18 +126,18 @@ class Clearing:
         self._alone, self._is_given_up = alone, is_given_up
 
     def of(self, optimizer: torch.optim.Optimizer) -> Fed:
-        """Return what is known of an optimizer; in any thread, for no gradient is looked at."""
+        """Return the state of an optimizer's gradients; usable in any thread, as no gradient is read."""
         known = self._fed.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
             known = self._fed[id(optimizer)] = Fed(weakref.ref(optimizer))
         return known
 
     def number(self) -> int:
-        """Return how many optimizers are known."""
+        """Return the number of living optimizers."""
         return len(self._living())
 
     def begin_backward(self) -> None:
-        """See which gradients were cleared since the last backward or step."""
+        """Detect gradients that were cleared since the last backward or step."""
         with self._alone() as alone:
             for fed in self._readable(alone=alone):
                 now = fed.look()
@@ -152,7 +152,7 @@ class Clearing:
                 fed.marks = now
 
     def end_backward(self, line: str | None = None) -> None:
-        """See which gradients the backward that `line` has called has fed."""
+        """Detect gradients that received values in the backward called by `line`."""
         with self._alone() as alone:
             for fed in self._readable(alone=alone):
                 now = fed.look()
@@ -164,17 +164,17 @@ class Clearing:
                 fed.marks = now
 
     def used(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has used its gradients within its step, and asks its closure for others."""
+        """Note that an optimizer has used its gradients within its step, and calls its closure for new ones."""
         fed = self.of(optimizer)
         fed.stale = fed.stale or any(fed.marks)
 
     def carries(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a backward has added to gradients that the optimizer has used."""
+        """Return whether a backward has added to gradients that the optimizer has already used."""
         fed = self.of(optimizer)
         return fed.carried and fed.stale
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> Cleared:
-        """Return what was done to an optimizer's gradients before its step, which reads them itself."""
+        """Return the changes of an optimizer's gradients since its last step, before its next one."""
         fed = self.of(optimizer)
         with self._alone() as alone:
             seen = fed.key and (alone or self._is_own(fed))
@@ -198,7 +198,7 @@ class Clearing:
         fed.stale, fed.carried, fed.discards = any(fed.marks), False, 0
 
     def writes(self, params: Collection[int]) -> set[int]:
-        """Return how often those of some parameters that stand for all were written since their optimizer has stepped.
+        """Return how often each of these parameters was written since its optimizer's step; sampled ones only.
 
         Args:
             params: by their ids.

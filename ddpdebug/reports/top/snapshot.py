@@ -33,7 +33,7 @@ _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFI
 
 @dataclass(slots=True, kw_only=True)
 class RankView:
-    """One line of the view; NaN and empty where unknown."""
+    """The line of one rank in the view; NaN and empty values are unknown."""
 
     rank: int
     step: int | None = None
@@ -73,12 +73,12 @@ class Snapshot:
 
     @property
     def missing(self) -> int:
-        """Return how many ranks are not there."""
+        """Return the number of ranks that are not shown or have ended."""
         return max(0, self.world - sum(1 for view in self.ranks if not view.ended))
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """Return the slowest rank, and how much longer it works than the median of the others, as a share of a step."""
+        """Return the slowest rank, and its own time beyond the others' median, as a share of a step."""
         own = {view.rank: view.own_seconds for view in self.ranks if view.own_seconds > 0}
         if len(own) < 2:
             return None
@@ -88,18 +88,18 @@ class Snapshot:
 
     @property
     def lasts(self) -> list[RankView]:
-        """Return the ranks that were last in a step, those that were it most often first."""
+        """Return the ranks that were last in a step, the most frequent ones first."""
         return sorted((view for view in self.ranks if view.last > 0), key=lambda view: (-view.last, view.rank))
 
     @property
     def undecided(self) -> tuple[str, ...]:
-        """Return what the ranks differ in without anybody being able to tell which are right."""
+        """Return the compared things in which the ranks differ without a majority."""
         voters = sum(view.step is not None for view in self.ranks)
         return tuple(what for what, count in self.differing.items() if count >= voters > 1)
 
 
 def from_directory(directory: Path) -> Snapshot:
-    """Return the state that a run directory shows; raise ValueError when it is none."""
+    """Return the state of a run directory; raise ValueError if it is none."""
     run = read_run(directory)
     world = run.get("world")
     world = world if isinstance(world, int) and 0 < world < 1 << 20 else 1

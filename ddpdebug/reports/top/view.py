@@ -32,7 +32,7 @@ _LOOK = {
 
 
 def view(snapshot: Snapshot, height: int) -> RenderableType:
-    """Return verdicts, ranks and the newest findings in at most `height` lines; the ill ranks come first."""
+    """Return verdicts, ranks and the newest findings in at most `height` lines; ranks with problems come first."""
     incidents = snapshot.incidents[:5]
     waiting = len(snapshot.waits) or bool(snapshot.waiting)
     room = max(3, height - 7 - len(incidents) - bool(snapshot.damage) - waiting)
@@ -66,7 +66,7 @@ CUDA  GiB reserved on the device        . other, waiting for other ranks
 
 
 def sparkline(values: Sequence[float], width: int = 8) -> str:
-    """Return a curve of blocks, one for each of the newest values."""
+    """Return a curve of block characters, one for each of the newest values."""
     shown = list(values)[-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = high / 2 - low / 2  # halves: a difference may be beyond the largest number
@@ -76,7 +76,7 @@ def sparkline(values: Sequence[float], width: int = 8) -> str:
 
 
 def phase_bar(rank: RankView) -> Text:
-    """Return a rank's steps as a bar, one letter for each eighth of their time; empty where that is not known."""
+    """Return a bar of a rank's step phases, one letter for each eighth of the time; empty if unknown."""
     parts = {**rank.phases, "wait": rank.wait_seconds}
     whole = sum(parts.values())
     bar, until = Text(), 0.0

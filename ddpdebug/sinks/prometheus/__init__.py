@@ -1,1 +1,1 @@
-"""The Prometheus endpoint: `exporter` is the sink, `metrics` all names, `server` the HTTP, `discovery` the targets."""
+"""The Prometheus endpoint: `exporter` is the sink, `metrics` the names, `server` HTTP, `discovery` the targets."""

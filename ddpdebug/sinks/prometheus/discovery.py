@@ -1,4 +1,4 @@
-"""How Prometheus finds the ranks: files for `file_sd_configs`, lists for `http_sd_configs`, a line for its settings.
+"""Discovery of ranks by Prometheus: files for `file_sd_configs`, lists for `http_sd_configs`, a line of configuration.
 
 Torch-free, and without prometheus_client.
 
@@ -30,7 +30,7 @@ _MAX_BYTES = 10_000
 
 
 def target(address: str, scheme: str = "http", **labels: str) -> dict[str, object]:
-    """Return one entry of a list of targets, with the labels that every series of it gets.
+    """Return one entry of a target list, with the labels for all series of the target.
 
     The series name their run themselves: a label of the target by the same name would push theirs aside.
     """
@@ -41,7 +41,7 @@ def target(address: str, scheme: str = "http", **labels: str) -> dict[str, objec
 
 
 def scrape_snippet(record: RunStarted) -> str:
-    """Return one line of YAML that lets Prometheus find the ranks of this run, and of later ones where it can.
+    """Return one line of YAML by which Prometheus finds the ranks of this run and, if possible, of later ones.
 
     A port that the system has chosen is another one in the next run, which the line says.
     """
@@ -64,7 +64,7 @@ def scrape_snippet(record: RunStarted) -> str:
 
 
 class TargetFile:
-    """The file by which Prometheus finds one rank.
+    """The `file_sd_configs` file of one rank.
 
     Args:
         directory: `--sd-dir`, shared by the ranks and by Prometheus.
@@ -93,7 +93,7 @@ class TargetFile:
         Disk(None).replace(self.path, [self.text.encode()])  # Prometheus is another user
 
     def keep(self) -> None:
-        """Show that this process lives, and remove the files of those that do not; call it often, it is cheap."""
+        """Touch the file as a sign of life, and remove stale files; call it often, it is cheap."""
         now = self._clock()
         if now - self._touched >= _TOUCH_SECONDS:
             self._touched = now
@@ -107,7 +107,7 @@ class TargetFile:
             self.sweep()
 
     def sweep(self) -> None:
-        """Remove files that nobody has touched for long, measured by the directory's own clock."""
+        """Remove files that were not touched for long, by the directory's own clock."""
         with suppress(OSError):
             here = self.path.stat().st_mtime  # a shared file system's clock, not this machine's
             for other in [*self.path.parent.glob(PATTERN), *self.path.parent.glob(f".{PATTERN}.*")]:
@@ -124,7 +124,7 @@ class TargetFile:
         return False
 
     def move(self, address: str) -> None:
-        """Name another address."""
+        """Change the address in the file."""
         if self._is_own():
             self._targets = [address]
             entry = json.loads(self.text)[0] | {"targets": self._targets}
@@ -132,7 +132,7 @@ class TargetFile:
             self._write()
 
     def remove(self) -> None:
-        """Take the rank off the list, unless another one has its place; a forked child leaves it."""
+        """Delete the file, unless another process has replaced it; a forked child does nothing."""
         if os.getpid() == self._owner and self._is_own():
             self.path.unlink(missing_ok=True)
 
@@ -151,7 +151,7 @@ class Discovery:
         self._file: TargetFile | None = None
 
     def write(self, record: Record) -> None:
-        """Write the file when the rank serves metrics, remove it when it ends."""
+        """Write the file when the rank serves metrics; delete it when the rank ends."""
         match record:
             case RunStarted(metrics_url=str(url)):
                 scheme, _, rest = url.partition("://")
@@ -162,18 +162,18 @@ class Discovery:
                 self.close()
 
     def keep(self) -> None:
-        """Show that this process lives."""
+        """Touch the file as a sign of life."""
         if (file := self._file) is not None:
             file.keep()
 
     def move(self, address: str) -> bool:
-        """Name another address; return whether there is a file to say so."""
+        """Change the address in the file; return whether there is a file."""
         if (file := self._file) is not None:
             file.move(address)
         return self._file is not None
 
     def close(self) -> None:
-        """Take the rank off the list."""
+        """Delete the file."""
         file, self._file = self._file, None
         if file is not None:
             file.remove()

@@ -1,4 +1,4 @@
-"""The Prometheus exporter: the sink that is scraped. Torch-free; imports prometheus_client: import it where it is used.
+"""The Prometheus exporter: the sink that is scraped. Torch-free; imports prometheus_client, so import it on use only.
 
 A step costs storing references and counting: everything else happens when somebody scrapes, in a thread of the
 server's own, also while the training thread hangs in a collective. Training code is never called from there.
@@ -94,7 +94,7 @@ _SILENT = 60.0
 
 
 class PrometheusSink(Collector):
-    """The exporter of one rank, which serves beside it.
+    """The exporter of one rank, with an HTTP endpoint of its own.
 
     Args:
         mode: `per-rank` (each rank serves its own series) or `rank0` (rank 0 serves those of all ranks; of more than
@@ -149,7 +149,7 @@ class PrometheusSink(Collector):
             self._apps["/sd"] = json_app(self._sd)
 
     def serve(self, listener: socket.socket | None = None) -> str:
-        """Serve on a socket, or at any port; return the address.
+        """Serve on a socket, or on any free port; return the address.
 
         Raises:
             OSError: the host is not ours, or a file of `serving` cannot be used.
@@ -159,7 +159,7 @@ class PrometheusSink(Collector):
         return served.address
 
     def move(self) -> str:
-        """Serve at another port; return the new address."""
+        """Serve on another port; return the new address."""
         self.close()
         return self.serve()
 
@@ -193,7 +193,7 @@ class PrometheusSink(Collector):
             endpoint.close()
 
     def end(self, end: End) -> None:
-        """Take how the rank has ended: from now on what lasts is served."""
+        """Record the end of the rank: from now on only lasting metrics are served."""
         self._end, self._ended = end, self._clock()
         for page in self._pages:
             page.forget()
@@ -281,27 +281,27 @@ class PrometheusSink(Collector):
 
     @property
     def port(self) -> int:
-        """Where it serves."""
+        """The port of the endpoint; 0 if it is closed."""
         return 0 if self._endpoint is None else self._endpoint.port
 
     @property
     def group(self) -> dict[str, str]:
-        """The labels by which a Pushgateway groups."""
+        """The labels of this rank's group on a Pushgateway."""
         return {"run_id": "" if self._started is None else self._started.run_id, "rank": str(self._rank)}
 
     def page(self) -> bytes:
-        """Return what is served now."""
+        """Return the current metrics as text."""
         return text_of(self.collect())
 
     @property
     def gravest(self) -> str:
-        """The code of the gravest finding at error or above, empty where there is none."""
+        """The code of the gravest finding at error or above; empty if there is none."""
         worst = max(self._grave.copy().values(), key=lambda finding: finding.severity, default=None)
         return "" if worst is None else worst.code
 
     @property
     def state(self) -> RunState:
-        """The state of this process."""
+        """The run state of this process."""
         if self._end is not None:
             return self._end.state
         newest = 0 if self._last is None else self._last.step.step
@@ -330,11 +330,11 @@ class PrometheusSink(Collector):
     # -- scraping
 
     def describe(self) -> list[Metric]:
-        """Return nothing: what is served is only known when it is collected."""
+        """Return an empty list: the metrics are only known when they are collected."""
         return []
 
     def collect(self, *, every: bool = False) -> Iterator[Metric]:
-        """Return the current values, each with the labels by which its run is known; after its end what lasts.
+        """Yield the current metrics with the labels of the run; after its end the lasting ones.
 
         Args:
             every: of all ranks that this one speaks for, however many.

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them: its text format, and OpenMetrics made of that text. Torch-free.
+"""Prometheus's text format for metrics, and OpenMetrics made from that text. Torch-free.
 
 prometheus_client writes the same, label by label; with its names checked once and labels remembered it takes a quarter
 of the time, and the text is made once for all who ask.
@@ -35,13 +35,13 @@ def text_of(metrics: Iterable[Metric]) -> bytes:
 
 
 def openmetrics_of(text: bytes) -> bytes:
-    """Return OpenMetrics made of the text format: counters are named without their suffix where they are described."""
+    """Convert the text format to OpenMetrics: descriptions name a counter without its suffix."""
     text = re.sub(rb"^(# (?:HELP|TYPE) \w+)_total ", rb"\1 ", text, flags=re.MULTILINE)
     return re.sub(rb'^# HELP .*"', lambda line: line[0].replace(b'"', rb"\""), text, flags=re.MULTILINE) + b"# EOF\n"
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Return whether a client asks for OpenMetrics 1, by its header `Accept`."""
+    """Whether a client accepts OpenMetrics 1, by its header `Accept`."""
     found = (part.partition(";") for part in accept.split(","))
     return any(kind.strip() == "application/openmetrics-text" and "version=0" not in more for kind, _, more in found)
 

@@ -1,4 +1,4 @@
-"""Where metrics are served: the settings of an endpoint, and its listening socket. Torch-free, and loads little.
+"""The settings of a metrics endpoint, and its listening socket. Torch-free, and quick to load.
 
 A port is there, and known, before what serves at it is loaded: who connects in between waits.
 """
@@ -24,7 +24,7 @@ _FILES = ("certificate", "key", "client_ca", "password_file")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """TLS and authentication of the endpoint. Nothing given: plain HTTP for everybody who reaches the address.
+    """TLS and authentication of the endpoint. By default plain HTTP for everybody who reaches the address.
 
     Args:
         certificate: PEM file with the certificate chain; turns TLS on.
@@ -45,7 +45,7 @@ class Serving:
     ask: Callable[[int], bool] = lambda _: False
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the TLS context; raise OSError where a file cannot be used."""
+        """Return the TLS context; raise OSError if a file cannot be used."""
         if self.certificate is None:
             return None
         import ssl  # noqa: PLC0415 - it is large, and few have a certificate
@@ -59,18 +59,18 @@ class Serving:
 
     @classmethod
     def of(cls, files: Mapping[str, str | None]) -> Serving:
-        """Return what `files` has given."""
+        """Return the settings from a mapping of file names."""
         certificate, key, client_ca, password = (
             None if (file := files[name]) is None else Path(file) for name in _FILES
         )
         return cls(certificate=certificate, key=key, client_ca=client_ca, password_file=password)
 
     def files(self) -> dict[str, str | None]:
-        """Return the files that it is made of, by field."""
+        """Return the file names of these settings, by field."""
         return {name: None if (file := getattr(self, name)) is None else str(file.absolute()) for name in _FILES}
 
     def credentials(self) -> bytes | None:
-        """Return `name:password`; raise OSError where the file does not hold them."""
+        """Return `name:password`; raise OSError if the file is malformed."""
         if self.password_file is None:
             return None
         line = self.password_file.read_bytes().partition(b"\n")[0].strip()
@@ -80,7 +80,7 @@ class Serving:
 
 
 def listen(host: str, port: int, serving: Serving) -> socket.socket:
-    """Return a listening socket: on the port, or the next one that is free, or on any where it is 0.
+    """Return a listening socket: on the port or the next free one; on any port for 0.
 
     Raises:
         OSError: no port is free, or the host is not ours.
@@ -130,7 +130,7 @@ def _anywhere(host: str, avoid: frozenset[int]) -> socket.socket:
 
 
 def address_of(host: str, port: int) -> str:
-    """Return the address for others, `host:port`; the host name of the node where all interfaces are bound."""
+    """Return the address for other machines, `host:port`; the node's host name if all interfaces are bound."""
     host = socket.gethostname() if host in {"0.0.0.0", "::", ""} else host  # noqa: S104 - compared
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -139,7 +139,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def ask_to_leave(port: int) -> bool:
-    """Let a run of this user's that has ended leave a port, for one that is started anew; return whether one did."""
+    """Ask an ended run of this user to release a port for a new one; return whether it did."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(2.0)
         asking.connect(_door(port))
@@ -148,7 +148,7 @@ def ask_to_leave(port: int) -> bool:
 
 
 def listen_for_heirs(port: int) -> list[socket.socket]:
-    """Return the socket at which a run that wants the port asks for it; none where another process has that."""
+    """Return the socket on which a later run asks for the port; an empty list if another process has it."""
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         door.bind(_door(port))

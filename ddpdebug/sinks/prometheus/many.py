@@ -1,4 +1,4 @@
-"""Many ranks behind one endpoint: aggregates over all of them, and which of them are shown apart. Torch-free.
+"""Many ranks behind one endpoint: aggregates over all ranks, and series of selected ones. Torch-free.
 
 A thousand ranks have 65,000 series, and what a person looks for in them is the rank that is unlike the others. So in a
 larger world rank 0 exports aggregates, the rank that holds each extreme, and the series of a few ranks: its own, those
@@ -49,7 +49,7 @@ class _Past:
 
 
 class Recent:
-    """What the ranks did of late: means of their times, and who met numbers that are not finite."""
+    """Recent means of the ranks' times, and the ranks with recent non-finite numbers."""
 
     def __init__(self) -> None:
         self._pasts: deque[tuple[float, dict[int, _Past]]] = deque([(-math.inf, {})], maxlen=2)
@@ -61,7 +61,7 @@ class Recent:
         self.nonfinite: dict[str, set[int]] = {}
 
     def look(self, ranks: Mapping[int, RankState], now: float) -> None:
-        """Take the counts as they are at a time, seconds; called for each rendering."""
+        """Take the counts at a time in seconds; called for each rendering."""
         if now - self._pasts[-1][0] >= _WINDOW:
             self._pasts.append((now, {rank: _Past(state) for rank, state in ranks.items()}))
         then, nothing = self._pasts[0][1], _Past()
@@ -90,7 +90,7 @@ class Recent:
 
 
 class Shown:
-    """Which ranks are shown apart: those that are ill, then those that are first in something, `SHOWN` in all."""
+    """The ranks with series of their own: those with problems, then those with extreme values, `SHOWN` in all."""
 
     def __init__(self) -> None:
         self._seen: dict[int, float] = {}  # rank -> when there was last a reason to show it
@@ -100,7 +100,7 @@ class Shown:
     def choose(
         self, now: float, world: int, ill: Iterable[Collection[int]], degrees: Iterable[Mapping[int, float]]
     ) -> frozenset[int]:
-        """Return the ranks to show.
+        """Return the ranks with series of their own.
 
         Args:
             ill: ranks by what they have, the worst first; what more than half of all have tells nobody apart.
@@ -154,7 +154,7 @@ class Shown:
 
 
 class ManyRanks(EachRank):
-    """Makes of each family over single ranks one of those that are shown, and one of aggregates over all.
+    """Makes two families from each family of single ranks: one of the selected ranks, one of aggregates over all.
 
     Args:
         shown: ranks whose own series are exported.
@@ -167,23 +167,23 @@ class ManyRanks(EachRank):
         self._extremes = GaugeMetricFamily(EXTREMES, text, labels=("metric", "of", "stat"))
 
     def shows(self, rank: str) -> bool:
-        """Return whether the series of a rank are exported."""
+        """Whether the series of a rank are exported."""
         return rank in self._shown
 
     def gauge(
         self, name: str, text: str, samples: Iterable[tuple[Sequence[str], float]], *labels: str, whole: bool = False
     ) -> Iterator[Metric]:
-        """Yield a gauge of the ranks that are shown, or of all, and its aggregates."""
+        """Yield a gauge of the selected ranks, or of all, and its aggregates."""
         return self._both(super().gauge, name, text, list(samples), labels, whole=whole)
 
     def counter(
         self, name: str, text: str, samples: Iterable[tuple[Sequence[str], float]], *labels: str
     ) -> Iterator[Metric]:
-        """Yield a counter of the ranks that are shown, and its aggregates."""
+        """Yield a counter of the selected ranks, and its aggregates."""
         return self._both(super().counter, name, text, list(samples), labels)
 
     def more(self, ranks: Sequence[tuple[str, RankState]]) -> Iterator[Metric]:
-        """Yield the times of all ranks, and who holds the extremes of all that came before."""
+        """Yield the times over all ranks, and the ranks that hold the extremes of the families before."""
         # their bounds are the same, and are known from the same step on
         known = [s for _, s in ranks if len(s.buckets) == len(s.bounds) + 1] or [s for _, s in ranks]
         text = (

@@ -1,4 +1,4 @@
-"""The metrics by name, type, help text and labels, and what is remembered of a rank for them between steps.
+"""The metrics with name, type, help text and labels, and the state of a rank that they are made from.
 
 Every name that the endpoint serves stands here, whole, in the order in which it is served. `RankState` and `Layers` are
 written by the exchange's thread and read by the server's: every field is replaced or counted up, never taken apart.
@@ -137,7 +137,7 @@ _SAMPLED_EVERY, _SAMPLES_MISSED = 64, 2
 
 
 class Pace:
-    """The bounds of the step-time histogram, seconds: about the run's usual step, and fixed once that is known.
+    """The bounds of the step-time histogram in seconds: around the run's usual step, fixed once that is known.
 
     They follow from the rows of all ranks, so that they are the same wherever these are seen.
     """
@@ -147,7 +147,7 @@ class Pace:
         self._seen: list[float] = []
 
     def learn(self, step: Step) -> None:
-        """Take a step of all ranks."""
+        """Learn the usual step time from a step of all ranks."""
         if self.bounds or not (known := [s for s in step.columns["step_seconds"] if s > 0]):
             return
         self._seen.append(median(known))
@@ -158,7 +158,7 @@ class Pace:
 
 
 class Filling:
-    """The time until a memory is full at its present growth.
+    """The time until a memory is full, at its present growth.
 
     Blocks of steps count with their minimum, which knows nothing of evaluations and long batches in between.
     """
@@ -171,7 +171,7 @@ class Filling:
         self._left = 0
 
     def add(self, now: float, used: int, limit: int) -> None:
-        """Take what is used at a time, bytes; 0 stands for unknown."""
+        """Add the used bytes at a time; 0 stands for unknown."""
         if used <= 0:
             return
         self._left = max(0, limit - used) if limit > 0 else -1
@@ -194,12 +194,12 @@ class Filling:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds until it is full; None where it does not grow, or has no limit that is known."""
+        """The seconds until the memory is full; None if it does not grow or its limit is unknown."""
         return self._left / self._rate if self._rate > 0 and self._left >= 0 else None
 
 
 class RankState:
-    """The newest row of one rank and its counts since the run began; updated once per step."""
+    """The newest row of one rank, and its counts since the start of the run; updated once per step."""
 
     def __init__(self) -> None:
         self.row: Row | None = None  # of the optimizer that is followed
@@ -237,7 +237,7 @@ class RankState:
         events: bool = True,
         times: bool = True,
     ) -> None:
-        """Take one row; called once per rank and step.
+        """Add one row; called once per rank and step.
 
         Args:
             bounds: of the step-time histogram, once they are known.
@@ -269,7 +269,7 @@ class RankState:
             self._take_times(row, bounds)
 
     def took(self, steps: int, flags: int, *, clipped: bool) -> None:
-        """Count steps of which the flags are known."""
+        """Count steps with known flags."""
         self.steps += steps
         self.clipped += steps * clipped
         if flags:
@@ -315,7 +315,7 @@ class RankState:
 
 
 class Layers:
-    """The layers that stand out in this rank's newest sample, in slots that they keep while they do."""
+    """The most extreme layers of this rank's newest sample, each in a slot that it keeps."""
 
     def __init__(self) -> None:
         self._worst: dict[str, list[tuple[float, str]]] = {}
@@ -323,7 +323,7 @@ class Layers:
         self._step, self._interval = 0, 1
 
     def take(self, detail: Mapping[str, Any], step: int, interval: int) -> None:
-        """Take a detail of the kind `layers` (schema/details.py); what it has no number of any more, ends.
+        """Take a detail of the kind `layers` (schema/details.py); a layer without a new number loses its slot.
 
         Args:
             interval: between two checked steps.
@@ -343,7 +343,7 @@ class Layers:
         self._worst, self._step, self._interval = worst, step, interval
 
     def metrics(self, rank: str, row: Row | None, interval: int) -> Iterator[Metric]:
-        """Yield a family of each kind: empty before the first sample, after a NaN, and when the newest is old.
+        """Yield a family of each kind; empty before the first sample, after a NaN, and if the newest sample is old.
 
         Args:
             row: the newest of the rank.
@@ -415,7 +415,7 @@ def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
 
 
 def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
-    """Yield the run's identity, world size and budget; NaN before it has begun."""
+    """Yield the run's identity, world size and budget; NaN before the run has begun."""
     world, budget = float("nan"), float("nan")
     # `job` is Prometheus's own word
     names = ("scheduler_job", "world_size", "torch", "ddpdebug", "out")
@@ -433,12 +433,12 @@ def run_metrics(own: str, started: RunStarted | None) -> Iterator[Metric]:
 
 
 def identity_of(started: RunStarted | None) -> dict[str, str]:
-    """Return the labels of every series: the id of the run, and its name for people; none before it has begun."""
+    """Return the labels of every series: id and name of the run; none before it has begun."""
     return {} if started is None else {"run_id": started.run_id, "run": started.name or started.run_id}
 
 
 def state_metrics(own: str, state: RunState, end: End | None, seconds: float) -> Iterator[Metric]:
-    """Yield the state of this process; once it has ended, what came of it and when (seconds since the epoch)."""
+    """Yield the state of this process; after its end also outcome and time (seconds since the epoch)."""
     codes = ", ".join(f"{each.value} {each.label}" for each in RunState)
     yield _gauge("ddpdebug_run_state", f"State of this process: {codes}.", [((own,), state)])
     text = "What came of it, once it has ended; always 1. cause is a finding, an exception or a signal, if any."
@@ -462,7 +462,7 @@ def finding_metrics(own: str, findings: Mapping[tuple[str, str], int]) -> Iterat
 def agreement_metrics(
     own: str, outvoted: Mapping[str, Mapping[int, frozenset[int]]], disagreements: Mapping[str, int], apart: int
 ) -> Iterator[Metric]:
-    """Yield how many ranks were outvoted last, in how many steps any was, and how far the ranks are apart.
+    """Yield the number of ranks outvoted last, the number of steps with any, and the ranks' distance in steps.
 
     `outvoted` is by optimizer.
     """
@@ -483,7 +483,7 @@ def agreement_metrics(
 
 
 def hang_metrics(own: str, waiting: Waiting) -> Iterator[Metric]:
-    """Yield what the waiting of ranks comes to, and for which ranks they wait."""
+    """Yield the verdict about waiting ranks, and the ranks that they wait for."""
     codes = ", ".join(f"{each.value} {each.label}" for each in WaitState)
     text = f"Verdict about ranks that wait for others: {codes}. From 3 on it is a hang."
     yield _gauge("ddpdebug_hang_state", text, [((own,), waiting.state)])
@@ -496,7 +496,7 @@ def hang_metrics(own: str, waiting: Waiting) -> Iterator[Metric]:
 def own_metrics(
     own: str, errors: int, coverage: Coverage | None, last: StepJudged | None, now: float
 ) -> Iterator[Metric]:
-    """Yield ddpdebug's own state: the time of this rendering, failures, coverage, overhead, check interval."""
+    """Yield ddpdebug's own state: time of rendering, failures, coverage, overhead, check interval."""
     nan = float("nan")
     text = "When these values were taken, in seconds since the epoch: an answer may be repeated for a while."
     yield _gauge("ddpdebug_render_timestamp_seconds", text, [((own,), now)])
@@ -517,12 +517,12 @@ def own_metrics(
 
 
 def is_about_making(finding: Finding) -> bool:
-    """Whether a finding is about a NaN or an infinity that ranks have made."""
+    """Whether a finding names the ranks that produced a NaN or an infinity."""
     return finding.code in _MADE and bool(finding.ranks)
 
 
 def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> Iterator[Metric]:
-    """Yield the newest findings by name: where each began, and when (seconds since the epoch)."""
+    """Yield the newest findings by name: step and time (seconds since the epoch) of each one's beginning."""
     steps: list[tuple[Sequence[str], float]] = []
     times: list[tuple[Sequence[str], float]] = []
     for finding, seconds in incidents:
@@ -539,24 +539,24 @@ def incident_metrics(own: str, incidents: Iterable[tuple[Finding, float]]) -> It
 
 
 class EachRank:
-    """Makes the families of single ranks: one sample, or one for each further label, of each of them."""
+    """Makes the families of single ranks, with a sample for each rank, or several with further labels."""
 
     def shows(self, rank: str) -> bool:
-        """Return whether the series of a rank are exported."""
+        """Whether the series of a rank are exported."""
         del rank
         return True
 
     def gauge(self, name: str, text: str, samples: _Samples, *labels: str, whole: bool = False) -> Iterator[Metric]:
-        """Yield a gauge; `whole` is one that always has all ranks."""
+        """Yield a gauge; `whole` asks for all ranks."""
         del whole
         yield _gauge(name, text, samples, *labels)
 
     def counter(self, name: str, text: str, samples: _Samples, *labels: str) -> Iterator[Metric]:
-        """Yield a counter; its name is without `_total`."""
+        """Yield a counter; its name has no `_total`."""
         yield _counter(name, text, samples, *labels)
 
     def more(self, ranks: _Ranks) -> Iterator[Metric]:
-        """Yield what there is about all ranks together."""
+        """Yield families over all ranks together."""
         del ranks
         yield from ()
 

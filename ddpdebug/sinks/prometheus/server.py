@@ -1,4 +1,4 @@
-"""The HTTP server of the metrics: addresses, paths, TLS, passwords, and limits: a scraper must cost the job nothing.
+"""The HTTP server of the metrics: TLS, passwords, and limits, as a scraper must cost the job nothing.
 
 A connection carries one request, as with every exporter in Python. There is a fixed number of them, each with a thread
 of its own and with a time limit for everything, its TLS handshake included. However often somebody asks, rendering has
@@ -80,7 +80,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The address for others, `host:port`."""
+        """The address for other machines, `host:port`."""
         return address_of(self._host, self.port)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def _protected(app: App, credentials: bytes) -> App:
 
 
 def json_app(value: Callable[[], Any]) -> App:
-    """Return an application that serves what `value` returns as JSON."""
+    """Return a WSGI application that serves the result of `value` as JSON."""
 
     def app(_: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         return answer(start_response, "200 OK", json.dumps(value()), [("Content-Type", "application/json")])
@@ -165,7 +165,7 @@ def answer(
 
 
 class Page:
-    """An application with one text, taken anew while its budget lasts and repeated otherwise, whoever asks.
+    """A WSGI application that serves one text: rendered anew within a time budget, repeated otherwise.
 
     Each form in which the same text is asked for is made once, and paid for from the same budget: other headers cost
     no other rendering, and are answered at once.
@@ -209,7 +209,7 @@ class Page:
         return [body]
 
     def forget(self) -> None:
-        """Take the text anew for whoever asks next."""
+        """Render the text anew for the next request."""
         with self._working:
             self._text, self._forms, self._credit = None, {}, _AT_ONCE
 
@@ -271,7 +271,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class Server(WSGIServer):
-    """The WSGI server on a listening socket, with a daemon thread for each connection, from its construction on.
+    """A WSGI server on a listening socket, with a daemon thread for each connection; serves once constructed.
 
     Args:
         listener: bound and listening; closed by `close`.
@@ -326,7 +326,7 @@ class Server(WSGIServer):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection. Its handshake begins with what its own thread reads."""
+        """Accept a connection. The TLS handshake takes place in the connection's own thread."""
         try:
             client, address = self.socket.accept()
         except OSError:  # no more files: who waits goes on waiting, and this would ask without a pause
@@ -338,7 +338,7 @@ class Server(WSGIServer):
         return client, address
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether one more connection is within the limit."""
+        """Whether one more connection is within the limit."""
         del client_address
         if len(self._open) >= _MAX_CONNECTIONS:
             return False
@@ -346,7 +346,7 @@ class Server(WSGIServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of the connection's own; where there can be no more threads the client is let go."""
+        """Answer in a new thread."""
         Thread("ddpdebug-metrics", self._answer, request, client_address)
 
     def _answer(self, request: Any, client_address: Any) -> None:
@@ -355,9 +355,9 @@ class Server(WSGIServer):
         self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
+        """Close a connection."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Drop the error: the terminal is the job's."""
+        """Drop the error: the terminal belongs to the job."""
