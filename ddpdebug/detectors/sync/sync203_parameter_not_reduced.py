@@ -31,7 +31,8 @@ class ParameterNotReduced(GradientRule):
     turned back), `never-wrapped` (in no DDP at all). Search for that change behind the wrapping.
 
     Causes:
-    - `never-wrapped`, `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that leaves some out
+    - `never-wrapped`, `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that
+      leaves some out
     - `never-wrapped`: a second module (discriminator, criterion with weights, projection) whose parameters are in the
       optimizer, but that was never wrapped
     - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
