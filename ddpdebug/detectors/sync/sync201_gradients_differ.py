@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ddpdebug.detectors.comparison import averaging_groups
 from ddpdebug.detectors.examples import contract, gradients, step_at
 from ddpdebug.detectors.kinds import Examples, Finding, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GradientRule, differing, find_unused, hooks, missing, odd_ranks
 from ddpdebug.detectors.sync.sync206_changed_after_reduction import ChangedAfterReduction
+from ddpdebug.schema.details import Gradients, is_part
 from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {1: {"grads_digest": 5}}
@@ -22,12 +24,16 @@ _SHARDED: dict[str, Any] = {
     "class_0_grads": 7,
 }
 _SHARED_CAUSES = (
+    "`left out`: `fully_shard` leaves the parameter alone (`ignored_params`, or it came later): nothing averages it",
+    "`model inputs`: ranks that share a batch are fed different ones: the data are split by the global rank",
     "each rank has a part of the gradient, and nothing adds these up: `to_local()` without `grad_placements`",
     "`fully_shard` got a mesh without the dimension over which gradients are to be averaged, or one of one rank",
     "`set_requires_all_reduce(False)` or `set_requires_gradient_sync(False)` was still in force at the step",
     "a parameter got no gradient on some ranks: an expert without tokens",
 )
 _SHARED_ACTIONS = (
+    "`left out`: let `fully_shard` have it, or average its gradient before the step: `dist.all_reduce(p.grad)`",
+    '`model inputs`: split the data by the data dimension alone: by `mesh["dp"].get_local_rank()`',
     "reduce the gradient over the named dimension of the mesh, or say `to_local(grad_placements=[Partial()])`",
     "give `fully_shard` the whole mesh, and switch the reduction on before the last micro-batch",
 )
@@ -86,10 +92,32 @@ class GradientsDiffer(GradientRule):
     def word(self, step: Step, verdict: Verdict) -> Finding:
         finding = super().word(step, verdict)
         if step.any(Flag.SHARDED):
-            return replace(finding, causes=_SHARED_CAUSES, actions=_SHARED_ACTIONS)
+            evidence = {**_of_shards(step, finding), **finding.evidence}
+            return replace(finding, causes=_SHARED_CAUSES, actions=_SHARED_ACTIONS, evidence=evidence)
         without: dict[str, Any] = verdict.evidence.get("without_gradient", {})
         if not without:
             return finding
         rank, names = next(iter(without.items()))
         text = "`without gradient`: " + _UNUSED.format(names=", ".join(names[:3]), ranks=", ".join(without) or rank)
         return replace(finding, causes=(text, *finding.causes))
+
+
+def _of_shards(step: Step, finding: Finding) -> dict[str, Any]:
+    """Return what tells why replicas are at odds: who averages leaves them out, or they are fed differently."""
+    replicas = [{*ranks} for ranks in finding.evidence.get("replicas", ())]
+    together = [{*ranks} for ranks in averaging_groups(step)]
+    if replicas and all(any(own <= ranks for ranks in together) for own in replicas):
+        return {} if any(map(is_part, finding.subject)) else {"left_out": "of what FSDP2 averages"}
+    for name in ("record_digest", "batch_digest"):
+        if step.known(name):
+            fed = ({getattr(step.rows[rank], name) for rank in own if rank in step.rows} for own in replicas)
+            return {"model_inputs": "differ between these ranks"} if any(len(own) > 1 for own in fed) else {}
+    shared = {
+        name
+        for told in step.answers(Gradients).values()
+        for name in {**told.digests, **told.foreign}
+        if not is_part(name)
+    }
+    if 2 * len(differing(step)) > len(shared) > 1:  # a reduction that is missing somewhere leaves others alone
+        return {"model_inputs": "not known; most of what these ranks share is at odds"}
+    return {}
