@@ -112,12 +112,7 @@ def _of_shards(step: Step, finding: Finding) -> dict[str, Any]:
         if step.known(name):
             fed = ({getattr(step.rows[rank], name) for rank in own if rank in step.rows} for own in replicas)
             return {"model_inputs": "differ between these ranks"} if any(len(own) > 1 for own in fed) else {}
-    shared = {
-        name
-        for told in step.answers(Gradients).values()
-        for name in {**told.digests, **told.foreign}
-        if not is_part(name)
-    }
+    shared = {name for told in step.answers(Gradients).values() for name in told.step_norms if not is_part(name)}
     if 2 * len(differing(step)) > len(shared) > 1:  # a reduction that is missing somewhere leaves others alone
         return {"model_inputs": "not known; most of what these ranks share is at odds"}
     return {}
