@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from ddpdebug.detectors.examples import digest
+from ddpdebug.detectors.examples import digest, step_at
 from ddpdebug.detectors.hlth.curve import (
     LossRule,
     Series,
@@ -120,6 +120,17 @@ class LossOscillates(LossRule):
         lambda: losses(
             96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=1e-3
         ),  # two tasks in turn
+        lambda: losses(  # each batch twice, as PPO has it
+            96,
+            lambda i: 2.0 + (0.8 if i % 2 else -0.8),
+            param_norm=1.0,
+            update_norm=0.2,
+            batch_digest=lambda i: digest(4 + i // 2),
+        ),
+        lambda: (  # an optimizer for each task beside that of what they share
+            step_at(0, world=2, optimizer=1),
+            *losses(96, lambda i: 2.0 + (0.8 if i % 2 else -0.8), param_norm=1.0, update_norm=0.2),
+        ),
         # a task in every third step, with a head of its own
         lambda: losses(96, lambda i: 3.0 if i % 3 else 1.0, presence_digest=lambda i: digest(1 + (i % 3 == 0))),
         lambda: losses(
@@ -133,13 +144,20 @@ class LossOscillates(LossRule):
         super().__init__(config)
         self._ratio: dict[int, float] = {}
         self._sizes: dict[int, deque[int]] = {}  # optimizer -> whether each step's batch was larger than the one before
+        self._batches: dict[int, deque[int]] = {}  # optimizer -> digests of its batches
         self._parts: dict[int, set[int]] = {}  # optimizer -> digests of which parameters have gradients, two at most
+
+    def detect(self, step: Step) -> Findings:
+        self.shared.setdefault("optimizers", set()).add(step.optimizer)
+        yield from super().detect(step)
 
     def judge(self, step: Step, series: Series) -> Findings:
         if (ratio := update_ratio(step)) is not None:
             self._ratio[step.optimizer] = ratio
         sizes = self._sizes.setdefault(step.optimizer, deque(maxlen=int(self.oscillation_window)))
         sizes.append(step.any(Flag.BATCH_GREW) - step.any(Flag.BATCH_SHRANK))
+        batches = self._batches.setdefault(step.optimizer, deque(maxlen=int(self.oscillation_window)))
+        batches.append(int(step.columns["batch_digest"][0]))
         parts = self._parts.setdefault(step.optimizer, set())
         if len(parts) < 2:
             parts.update(int(digest) for digest in step.columns["presence_digest"][:1] if digest)
@@ -156,7 +174,7 @@ class LossOscillates(LossRule):
         if found is None or self._follows_sizes(values, list(sizes)):
             return
         steps, strength = found
-        if steps == 2 and self._ratio.get(step.optimizer, 0.0) < self.oscillation_update:
+        if steps == 2 and not self._is_rate(step.optimizer):
             return
         if self.once(step, ""):
             yield self.finding(
@@ -172,6 +190,14 @@ class LossOscillates(LossRule):
                     "update_over_weight": self._ratio.get(step.optimizer),
                 },
             )
+
+    def _is_rate(self, optimizer: int) -> bool:
+        """Whether a swing from step to step may come of the rate: not of tasks in turn, or of a batch again."""
+        batches = self._batches[optimizer]
+        again = [one == before for before, one in itertools.pairwise(batches) if one]
+        used_twice = any(again) and not all(again)
+        large = self._ratio.get(optimizer, 0.0) >= self.oscillation_update
+        return large and len(self.shared["optimizers"]) == 1 and not used_twice
 
     def _follows_sizes(self, values: Sequence[float], sizes: Sequence[int]) -> bool:
         """Whether the loss rises and falls with the size of the batch: of longer lists, or of texts."""
