@@ -270,10 +270,10 @@ class Coverage:
         behind = self.joined is None or self.steps > self.joined + 1
         if self.apart and behind and (self.steps or not self.ended):
             if self.joined is None:
-                text = f"nothing is compared between the ranks: {self.apart}"
+                text, action = f"nothing is compared between the ranks: {self.apart}", _NEVER_MET
             else:
-                text = f"the ranks were compared until step {self.joined} only: {self.apart}"
-            yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action=_APART)
+                text, action = f"the ranks were compared until step {self.joined} only: {self.apart}", _PARTED
+            yield Gap(part="ranks", weight=Weight.ESSENTIAL, text=text, action=action)
         elif self.never:
             who = _ranks(self.never)
             text = f"{who} {'is' if len(self.never) == 1 else 'are'} not compared: no step of it was seen"
@@ -372,7 +372,8 @@ class Coverage:
 _TELL_VALIDATION = "ddpdebug.observe(val_loss=...), an nn loss module or --validation-loss functions shows it"
 _SEEN = ("gradients", "losses", "validated", "own", "certain", "ended")
 _OWN = "where a part is the same on all ranks, wrap it in DDP: then it is compared"
-_APART = "start every rank with ddpdebug, and let the nodes reach each other's ports; training goes on"
+_NEVER_MET = "start every rank with ddpdebug, and let the nodes reach each other's ports"
+_PARTED = "see how the other ranks have ended, or what has cut the network between the nodes"
 
 
 class Tally:
