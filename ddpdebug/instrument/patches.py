@@ -288,30 +288,30 @@ class Patches:
     def _hooked(self, _: Any, ddp: DistributedDataParallel, state: Any, hook: Any) -> None:
         self._bus.emit(events.HookRegistered(ddp, state, hook))
 
-    def _forward_begins(self, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def _forward_begins(self, ddp: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.ForwardBegan(ddp, args, kwargs, Tensors((args, kwargs))), self._unwatched.only)
 
-    def _forward_prepared(self, result: Any, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+    def _forward_prepared(self, result: Any, ddp: DistributedDataParallel, /, *_: Any, **__: Any) -> None:
         args, kwargs = result
         self._bus.emit(events.ForwardPrepared(ddp, args, kwargs), self._unwatched.only)
 
-    def _forward_ends(self, output: Any, ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def _forward_ends(self, output: Any, ddp: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.ForwardEnded(ddp, Tensors((args, kwargs)), Tensors(output)), self._unwatched.only)
 
-    def _forward_fails(self, error: BaseException, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+    def _forward_fails(self, error: BaseException, ddp: DistributedDataParallel, /, *_: Any, **__: Any) -> None:
         self._bus.emit(events.ForwardFailed(ddp, error), self._unwatched.only)
 
     # --- models that no DDP wraps -------------------------------------------------------------------------------------
 
-    def _follows_module(self, module: torch.nn.Module, *_: Any, **__: Any) -> bool:
+    def _follows_module(self, module: torch.nn.Module, /, *_: Any, **__: Any) -> bool:
         if not self._followed.here() or self._numerics.inside or not self._state.follows(module):
             return False
         return not internals.is_compiled_in_place(module)
 
-    def _module_begins(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def _module_begins(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.ModuleForwardBegan(module, args, kwargs), self._unwatched.only)
 
-    def _module_ends(self, output: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def _module_ends(self, output: Any, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(
             events.ModuleForwardEnded(module, Tensors((args, kwargs)), Tensors(output)), self._unwatched.only
         )
@@ -322,8 +322,8 @@ class Patches:
     # --- backward and step --------------------------------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any = None, *_: Any, **__: Any) -> None:
-        roots = [tensors] if is_a(tensors, torch.Tensor) else list(tensors or ())
-        self._bus.emit(events.BackwardBegan(roots))
+        given = tensors if type(tensors) in {list, tuple} else (tensors,)  # an iterator is torch's to use up
+        self._bus.emit(events.BackwardBegan([one for one in given if is_a(one, torch.Tensor)]))
 
     def _backward_ended(self, *_: Any, **__: Any) -> None:
         self._bus.emit(events.BackwardEnded())

@@ -23,7 +23,7 @@ class Followed:
         """Return whether this is the followed thread."""
         return self._threads.is_here()
 
-    def forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
+    def forward(self, ddp: DistributedDataParallel, /, *_: Any, **__: Any) -> bool:
         """Return whether a DDP's forward runs in the followed thread."""
         if not torch.is_grad_enabled():
             return self._threads.is_here()

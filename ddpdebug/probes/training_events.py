@@ -252,7 +252,7 @@ class BackwardBegan(Event):
     """`torch.autograd.backward` is called, also by `Tensor.backward`.
 
     Args:
-        roots: what it is called on.
+        roots: the tensors that it is called on, as far as that is known: none where it is given an iterator.
     """
 
     order = ("probe:losses", "probe:recipe", "probe:memory", "probe:gather", "probe:backward")

@@ -143,7 +143,7 @@ class UnwatchedSteps:
         """Return the parts that observe forwards now; None for all."""
         return _NUMBERS if self._entries.unwatched else None
 
-    def ddp_forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> bool:
+    def ddp_forward(self, ddp: DistributedDataParallel, /, *_: Any, **__: Any) -> bool:
         """Handle a call of a DDP; return whether the step is watched from now on."""
         if torch.is_grad_enabled():
             self._collectives.forward(ddp)

@@ -126,7 +126,6 @@ from ddpdebug.torch_internals.replaying import (
     own_buffers as own_buffers,
     own_parameters as own_parameters,
     parameters_of as parameters_of,
-    saved_of as saved_of,
     sequence_of as sequence_of,
     syncs_statistics as syncs_statistics,
     use_one_thread as use_one_thread,

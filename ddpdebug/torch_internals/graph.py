@@ -108,6 +108,32 @@ def _saved_without_hook(node: Any, name: str) -> torch.Tensor | None:
     return data.detach() if isinstance(data, torch.Tensor) else None
 
 
+def saved_of(node: Any) -> dict[str, Any]:
+    """Return what a node has saved for backward, as far as it still exists and no hook of the user's would have to run.
+
+    A hook may read a file, or run a checkpointed function again.
+    """
+    found: dict[str, Any] = {}
+    for attribute in dir(node):
+        name = attribute.removeprefix(names.SAVED)
+        if not attribute.startswith(names.SAVED) or _has_hook(node, name):
+            continue
+        try:
+            found[name] = getattr(node, attribute)
+        except (RuntimeError, AttributeError) as error:
+            if type(error) not in {RuntimeError, AttributeError}:
+                raise  # torch says by these that backward has freed it; a class below them is somebody else's
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _has_hook(node: Any, name: str) -> bool:
+    """Return whether a hook may lie on what a node has saved under a name."""
+    if not TELLS_HOOKS:
+        return saved_hooks.may_lie_on(node)
+    raw = getattr(node, f"{names.RAW_SAVED}{name}", ())
+    return any([getattr(one, names.SAVED_HOOK, None) is not None for one in (raw if type(raw) is tuple else (raw,))])
+
+
 def saved_number(node: Any, name: str) -> int | None:
     """Return a saved integer of a node; None if there is none."""
     value = saved_setting(node, name)

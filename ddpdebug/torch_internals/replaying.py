@@ -78,19 +78,6 @@ def sequence_of(node: Any) -> int:
     return int(names.sequence(node)())
 
 
-def saved_of(node: Any) -> dict[str, Any]:
-    """Return the values that a node has saved for backward, as far as they still exist."""
-    found = {}
-    for name in dir(node):
-        if name.startswith(names.SAVED):
-            try:
-                found[name.removeprefix(names.SAVED)] = getattr(node, name)
-            except (RuntimeError, AttributeError) as error:
-                if type(error) not in {RuntimeError, AttributeError}:
-                    raise  # torch says by these that backward has freed it; a class below them is somebody else's
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def module_tables(module: torch.nn.Module) -> dict[str, Any]:
     """Return the dictionaries that hold a module's parameters and buffers."""
     return {name: module.__dict__[name] for name in _TABLES if name in module.__dict__}

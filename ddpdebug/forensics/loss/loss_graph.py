@@ -69,7 +69,7 @@ def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
     """
     nodes = _nodes(loss, after)
     for node in nodes:
-        saved = internals.saved_of(node)
+        saved = graph.saved_of(node)
         kinds = {name: ranges.kinds_of(*seen) for name, t in _operands(saved).items() if (seen := ranges.read(t))}
         bad = next((saved[name] for name, found in kinds.items() if set(found) - {ranges.MINUS_INF}), None)
         if bad is not None:
@@ -82,7 +82,7 @@ def explain_loss(loss: torch.Tensor, after: int) -> dict[str, Any] | None:
 
 def _about(node: Any, value: str, nodes: Sequence[Any]) -> dict[str, Any]:
     place = {"index": nodes.index(node), "nodes": [graph.name_of(other) for other in nodes]}
-    return {"node": graph.name_of(node), "value": value, "operands": _described(internals.saved_of(node)), **place}
+    return {"node": graph.name_of(node), "value": value, "operands": _described(graph.saved_of(node)), **place}
 
 
 def _handed_on(node: Any, bad: torch.Tensor, nodes: Sequence[Any]) -> dict[str, Any] | None:
@@ -124,7 +124,7 @@ class _Watch:
         if node is None or graph.name_of(node) != self.names[index] or _first_bad(given) is not None:
             return
         about = {"node": self.names[index], "value": value, "index": index, "nodes": list(self.names)}
-        saved = internals.saved_of(node)
+        saved = graph.saved_of(node)
         self._tell({**about, "operands": _described(saved)})
 
 
