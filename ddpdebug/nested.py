@@ -7,7 +7,8 @@ No code of a container's class runs, which may count, fetch or raise and is mean
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,26 +18,31 @@ from ddpdebug.isolation.user_code import is_users
 
 #: Levels of containers in which tensors are looked for, paths are written, and values are replaced.
 _TENSORS, _PATHS, _MAPPED = 5, 8, 20
+#: Items of containers that are looked at in one value.
+ITEMS = 4096
 _KEYS = {str, int, bool, float, bytes, type(None)}
+_PLAIN = frozenset(_KEYS)
 
 
 def parts_of(value: Any) -> Sequence[tuple[str, Any]] | None:
     """Return the items of a container, each with its place as written in code; None if the value is no container.
 
-    Containers are dicts, lists, tuples, what inherits from them, dataclasses and model outputs.
+    Containers are dicts, lists, tuples, what inherits from them, dataclasses and model outputs. Of one the first
+    `ITEMS` are returned.
     """
     kind = type(value)
     if issubclass(kind, dict):
         if "__dataclass_fields__" in vars(kind):  # a model output: its fields, those that are None left out
             return [(f".{name}", item) for name, item in _fields(kind, value) if item is not None]
-        return [(f"[{key!r}]" if type(key) in _KEYS else "[...]", item) for key, item in dict.items(value)]
+        pairs = islice(dict.items(value), ITEMS)
+        return [(f"[{key!r}]" if type(key) in _KEYS else "[...]", item) for key, item in pairs]
     if issubclass(kind, tuple):
         names = getattr(kind, "_fields", None)
-        items = enumerate(tuple.__iter__(value))
+        items = enumerate(islice(tuple.__iter__(value), ITEMS))
         return [(f".{names[i]}" if names and i < len(names) else f"[{i}]", item) for i, item in items]
     if issubclass(kind, list):
-        return [(f"[{i}]", item) for i, item in enumerate(list.__iter__(value))]
-    if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "to_tuple"):
+        return [(f"[{i}]", item) for i, item in enumerate(islice(list.__iter__(value), ITEMS))]
+    if _declares(kind, "__dataclass_fields__") or _declares(kind, "to_tuple"):
         return [(f".{name}", item) for name, item in _fields(kind, value)]
     return None
 
@@ -61,17 +67,65 @@ def _slot(slot: Any, value: Any) -> Any:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Sequence[torch.Tensor]:
-    """Return the tensors in a value or in containers, five levels deep, always in the same order."""
+    """Return the tensors in a value or in containers, five levels deep, always in the same order.
+
+    Of the items of containers the first `ITEMS` are looked at: texts, numbers and tables of words may be many more.
+    """
     if issubclass(type(value), torch.Tensor):
         return [value]
-    if depth >= _TENSORS:
-        return []
+    found: list[torch.Tensor] = []
+    _add_tensors(found, value, depth, ITEMS)
+    return found
+
+
+def named_tensors(path: str, value: Any, most: int) -> list[tuple[str, torch.Tensor]]:
+    """Return up to `most` tensors in a value, five levels deep, with their places as written in code.
+
+    Of the items of containers the first `ITEMS` are looked at.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    _add_named(found, path, value, 0, most, ITEMS)
+    return found
+
+
+def _add_named(found: list[tuple[str, torch.Tensor]], path: str, value: Any, depth: int, most: int, room: int) -> int:
     kind = type(value)
-    if kind is dict:
-        return [t for item in value.values() for t in tensors_in(item, depth + 1)]
-    if kind is list or kind is tuple:
-        return [t for item in value for t in tensors_in(item, depth + 1)]
-    return [t for _, item in parts_of(value) or () for t in tensors_in(item, depth + 1)]
+    if issubclass(kind, torch.Tensor):
+        found.append((path, value))
+    elif depth < _TENSORS and kind not in _PLAIN:
+        for place, item in parts_of(value) or ():
+            if room <= 0 or len(found) >= most:
+                break
+            room = _add_named(found, path + place, item, depth + 1, most, room - 1)
+    return room
+
+
+def _add_tensors(found: list[torch.Tensor], value: Any, depth: int, room: int) -> int:
+    """Add the tensors of a container; return how many items may still be looked at."""
+    if depth >= _TENSORS:
+        return room
+    for item in islice(_values(value), room):
+        if room <= 0:
+            break
+        room -= 1
+        kind = type(item)
+        if issubclass(kind, torch.Tensor):
+            found.append(item)
+        elif kind not in _PLAIN:
+            room = _add_tensors(found, item, depth + 1, room)
+    return room
+
+
+def _values(value: Any) -> Iterable[Any]:
+    """Return the items of a container as `parts_of` has them, without their places; none of what is no container."""
+    kind = type(value)
+    if issubclass(kind, dict) and "__dataclass_fields__" not in vars(kind):
+        return dict.values(value)
+    if issubclass(kind, tuple):
+        return tuple.__iter__(value)
+    if issubclass(kind, list):
+        return list.__iter__(value)
+    return [item for _, item in parts_of(value) or ()]
 
 
 def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -92,20 +146,30 @@ def tensors_in_objects(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 def is_container(value: Any) -> bool:
     """Whether a value is a plain container that can be rebuilt from its items."""
     kind = type(value)
-    return kind in {dict, list, tuple} or (is_a(value, tuple) and hasattr(kind, "_make"))
+    return kind in {dict, list, tuple} or (issubclass(kind, tuple) and _declares(kind, "_make"))
 
 
-def items(value: Any) -> list[tuple[Any, Any]]:
+def items(value: Any) -> Iterator[tuple[Any, Any]]:
     """Return keys and items of a plain container."""
-    return list(value.items()) if is_a(value, dict) else list(enumerate(value))
+    if type(value) is dict:
+        return iter(value.items())
+    return enumerate(tuple.__iter__(value) if issubclass(type(value), tuple) else list.__iter__(value))
 
 
 def rebuilt(value: Any, values: list[Any]) -> Any:
     """Return a plain container like `value` with other items."""
-    if is_a(value, dict):
+    kind = type(value)
+    if kind is dict:
         return dict(zip(value, values, strict=True))
-    make = getattr(type(value), "_make", type(value))
-    return make(values)
+    return values if kind is list else tuple.__new__(kind, values)
+
+
+def _declares(kind: type, name: str) -> bool:
+    """Return whether a class or a base of it has an attribute; a metaclass's `__getattr__` is not asked."""
+    for base in type.__getattribute__(kind, "__mro__"):  # noqa: SIM110 - what a trace function raises is lost in `any`
+        if name in vars(base):
+            return True
+    return False
 
 
 def mapped(value: Any, change: Callable[[Any], Any], *, kinds: bool = False, depth: int = 0) -> Any:
@@ -168,10 +232,11 @@ def leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str,
 
 def _add_leaves(found: list[tuple[str, Any]], path: str, value: Any, depth: int) -> None:
     if depth < _PATHS and is_container(value):
-        for key, item in items(value):
-            _add_leaves(found, f"{path}[{key!r}]", item, depth + 1)
+        for key, item in islice(items(value), max(0, ITEMS - len(found))):
+            if len(found) < ITEMS:
+                _add_leaves(found, f"{path}[{key!r}]", item, depth + 1)
         return
     found.append((path, value))
-    if hasattr(type(value), "__dataclass_fields__") and depth < _PATHS:
+    if _declares(type(value), "__dataclass_fields__") and depth < _PATHS:
         for key, item in attributes_of(value).items():
             _add_leaves(found, f"{path}.{key}", item, depth + 1)

@@ -55,7 +55,7 @@ class RandomState:
             device=device,
             others=tuple(others),
             python=random.getstate(),
-            numpy=None if numpy is None else numpy.get_state(),
+            numpy=None if numpy is None else _numpy_state(numpy),
         )
 
     def restore(self) -> None:
@@ -69,12 +69,22 @@ class RandomState:
             random.setstate(self.python)
         if self.numpy is not None:
             numpy = importlib.import_module("numpy.random")
-            if _comparable(numpy.get_state()) != _comparable(self.numpy):
+            if _comparable(_numpy_state(numpy)) != _comparable(self.numpy):
                 numpy.set_state(self.numpy)
 
 
-def _comparable(state: Any) -> tuple[Any, ...]:
+def _numpy_state(numpy: Any) -> Any:
+    """Return the state of NumPy's generator: a tuple of the usual one, a table of another one, which cannot be such."""
+    state = numpy.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return state
+    return "MT19937", state["state"]["key"], state["state"]["pos"], state["has_gauss"], state["gauss"]
+
+
+def _comparable(state: Any) -> Any:
     """Return a state of NumPy's generator whose parts can be compared."""
+    if type(state) is dict:
+        return repr(state)
     return tuple([part.tobytes() if hasattr(part, "tobytes") else part for part in state])
 
 

@@ -216,10 +216,20 @@ class Starts:
         return self._origin.config.out, statuses
 
 
+#: Folders for temporary files that `TMPDIR` is seldom one of.
+_TEMPORARY = ("/var/tmp", "/dev/shm")  # noqa: S108 - `mkdtemp` makes it safe
+
+
 def _folder() -> Path:
-    """Make a folder for temporary files; which one the script uses stays to be found out, in a forked process too."""
+    """Make a folder for temporary files, where they can be beside those of the script, which may look at its own.
+
+    Which folder the script uses stays to be found out, in a forked process too.
+    """
     chosen = tempfile.tempdir
     try:
+        for beside in _TEMPORARY:
+            with suppress(OSError):
+                return Path(tempfile.mkdtemp(prefix="ddpdebug-", dir=beside))
         return Path(tempfile.mkdtemp(prefix="ddpdebug-"))
     finally:
         tempfile.tempdir = chosen

@@ -27,6 +27,7 @@ from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.holding import (
     BOUND,
+    Counted,
     Kept,
     KeptTensor,
     Lost,
@@ -50,6 +51,8 @@ from ddpdebug.probes.training_events import (
 
 #: Micro-batches of one step that are kept.
 MAX_CAPTURES = 8
+#: Beyond so many forwards in a step none is kept: they are small, and to keep each takes longer than to run it.
+_MOST_FORWARDS = 256
 _BUFFER_BYTES = 1 << 20
 _MAX_VERSIONS = 16
 #: Buffers that are copied in a step that is not checked.
@@ -162,19 +165,29 @@ class ForwardCaptures:
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        if self.dropped >= _MOST_FORWARDS:
+            self.dropped += 1
+            return
         model = self._model(module)
         model.refresh_sometimes(module, checked=checked)
+        if len(self.current) + self.dropped >= _MOST_FORWARDS:
+            self._drop_all()
+            return
         if len(self.current) == MAX_CAPTURES:
             self.dropped += 1
             oldest = next(iter([capture for capture in self.current if not capture.suspected]))
             self._let_go(oldest)
             self.current.remove(oldest)
-        kept: dict[int, Kept] = {}
+        kept, counted = dict[int, Kept](), Counted()
+        given = (
+            tuple([hold(value, kept, counted) for value in args]),
+            {key: hold(value, kept, counted) for key, value in kwargs.items()},
+        )
         frame = user_frame()
         capture = ForwardCapture(
             module=model.ref,
             step=step,
-            given=(tuple([hold(value, kept) for value in args]), {k: hold(value, kept) for k, value in kwargs.items()}),
+            given=given,
             rng=RandomState.now(),
             autocast=Autocast.now(model.device),
             names=model.names,
@@ -196,6 +209,14 @@ class ForwardCaptures:
             version = read()
             if version is not None:
                 capture.versions.append((path, read, version))
+
+    def _drop_all(self) -> None:
+        """Keep nothing of a step with so many forwards: of the newest alone it would not be known which one it is."""
+        gone = [capture for capture in self.current if not capture.suspected]
+        for capture in gone:
+            self._let_go(capture)
+            self.current.remove(capture)
+        self.dropped += len(gone) + 1
 
     def end(self, module: torch.nn.Module, output: Any) -> None:
         """Capture the gradients of a forward's outputs when they come; the outputs are not held."""

@@ -17,7 +17,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.nested import is_container, items, mapped, rebuilt, tensors_in
+from ddpdebug.nested import ITEMS, is_container, items, mapped, rebuilt, tensors_in
 
 #: Bytes that the kept forwards may hold together: a batch of small images, whatever the model. What is held of large
 #: batches and outputs is missing to the job, which has its peak in the same moment.
@@ -119,13 +119,24 @@ class Room:
                 self.used -= size
 
 
-def hold(value: Any, kept: dict[int, Kept], depth: int = 0) -> Any:
+class Counted:
+    """The number of items of containers that one forward's arguments may still have to be kept."""
+
+    def __init__(self) -> None:
+        self.left = ITEMS
+
+
+def hold(value: Any, kept: dict[int, Kept], counted: Counted, depth: int = 0) -> Any:
     """Return the value with new containers and a `Kept` in place of each value that is not plain; fills `kept`."""
     kind = type(value)  # no `isinstance`, which asks the value
     if value is None or issubclass(kind, _PLAIN) or (kind in {str, bytes} and len(value) <= _TEXT_BYTES):
         return value
     if depth < _MAX_DEPTH and is_container(value):
-        return rebuilt(value, [hold(item, kept, depth + 1) for _, item in items(value)])
+        number = dict.__len__(value) if kind is dict else list.__len__(value) if kind is list else tuple.__len__(value)
+        counted.left -= number
+        if counted.left < 0:
+            return Lost(what=f"a {kind.__name__} of {number} items")
+        return rebuilt(value, [hold(item, kept, counted, depth + 1) for _, item in items(value)])
     if id(value) not in kept:
         stands = _kept(value)
         if type(stands) is Lost:

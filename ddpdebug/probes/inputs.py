@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -12,18 +12,17 @@ from typing import Any
 import torch
 
 from ddpdebug.isolation.user_code import is_users
-from ddpdebug.nested import parts_of
+from ddpdebug.nested import named_tensors
 from ddpdebug.probes import async_copy as device, ranges
 from ddpdebug.schema.details import BadInput
 
 _FUNCTIONS = FunctionType, MethodType
-_MAX_DEPTH = 4
 _MAX_TENSORS = 64
 #: Arguments with one of these words in their name are masks, which hold -Inf on purpose.
 _MASKS = ("mask", "bias")
 
 
-def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """Yield the tensors among a forward's arguments with the names from its signature."""
     forward = module.forward
     if type(forward) not in _FUNCTIONS:  # to inspect an object of the user's is to call its methods
@@ -43,25 +42,16 @@ def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iter
                 values += list(value.items())
             else:
                 values.append((name, value))
-    count = 0
+    found: list[tuple[str, torch.Tensor]] = []
     for name, value in values:
-        for path, tensor in [*_inside(name, value, 0)]:
-            yield path, tensor
-            count += 1
-            if count >= _MAX_TENSORS:
-                return
+        found += named_tensors(name, value, _MAX_TENSORS - len(found))
+        if len(found) >= _MAX_TENSORS:
+            break
+    return found
 
 
 def _anything(*args: Any, **kwargs: Any) -> None:
     """Stand in for what has no signature."""
-
-
-def _inside(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if issubclass(type(value), torch.Tensor):
-        yield path, value
-    elif depth <= _MAX_DEPTH:
-        for place, item in parts_of(value) or ():
-            yield from _inside(path + place, item, depth + 1)
 
 
 def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[BadInput]:

@@ -249,7 +249,7 @@ class RandomDraws:
             found[f"cuda:{state.device}"] = _Look(raw_bytes(state.cuda))
         version, words, _ = state.python
         found["random"] = _Look(words[:-1], words[-1]) if version == 3 else _Look(words)
-        if state.numpy is not None and state.numpy[0] == "MT19937":
+        if type(state.numpy) is tuple:  # of the usual generator
             found["numpy"] = _Look(state.numpy[1].tobytes(), int(state.numpy[2]))
         for name, held in list((self._held or {}).items()):
             if (generator := held()) is None:

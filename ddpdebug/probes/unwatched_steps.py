@@ -42,6 +42,8 @@ _FOLLOWED_SECONDS, _APART = 0.01, 64
 _RECENT = 8
 #: A forward without gradients in so many steps in a row is a part of them, and no evaluation.
 _USUAL_VIEWS = 8
+#: So many forwards with gradients are looked at in a step: more are small ones, and to look takes longer than to run.
+MOST_FORWARDS = 256
 _OPTIMIZER = all_optimizers.__file__
 #: Who follows the numbers: what is kept of a forward for its replay, and the notes of the forward.
 _NUMBERS = frozenset({"probe:scene", "probe:numerics-forward"})
@@ -77,6 +79,7 @@ class UnwatchedSteps:
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = _nobody  # that has stepped last
         self._backwards = self._views = 0  # of this step; newest steps in a row with a forward without gradients
         self._viewed = self._is_off = False
+        self._forwards = 0  # of this step, with gradients
         self._roots: dict[int, Any] = {}
         self._follows = False  # the numbers
         self._recent: deque[float] = deque(maxlen=_RECENT)  # what the newest steps took, in seconds
@@ -154,7 +157,8 @@ class UnwatchedSteps:
         if not torch.is_grad_enabled():
             return self._views_model()
         self._partly = True
-        return self._follows
+        self._forwards += 1
+        return self._follows and self._forwards <= MOST_FORWARDS
 
     def _views_model(self) -> bool:
         """A model is called without gradients: it is evaluated, unless each step does so."""
@@ -194,6 +198,7 @@ class UnwatchedSteps:
             return True
         self._stepping.append(id(optimizer))
         self.begun += 1
+        self._forwards = 0
         return False
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -22,7 +22,7 @@ from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.nested import leaves
 from ddpdebug.probes.forward_capture import MAX_CAPTURES, ForwardCaptures
-from ddpdebug.probes.holding import Lost, fetch, hold
+from ddpdebug.probes.holding import Counted, Lost, fetch, hold
 
 GUARD = Guard(lambda part, message: pytest.fail(f"{part}: {message}"))
 
@@ -32,7 +32,7 @@ def test_arguments_keep_their_form() -> None:
     point = namedtuple("point", "x y")  # noqa: PYI024 - what users write
     x, y = torch.ones(2), torch.zeros(3)
     batch = {"a": [x, 1], "p": point(y, "text")}
-    held = hold((batch,), {})
+    held = hold((batch,), {}, Counted())
     batch.pop("a")
     found = fetch(held)
     assert list(found[0]) == ["a", "p"]

@@ -155,7 +155,7 @@ class _Content:
         rng = capture.rng
         states = {"cpu": rng.cpu, "cuda": rng.cuda}
         random = {name: self._reference(f"rng.{name}", state) for name, state in states.items() if state is not None}
-        numpy = None if rng.numpy is None else [rng.numpy[0], rng.numpy[1].tolist(), *rng.numpy[2:]]
+        numpy = None if type(rng.numpy) is not tuple else [rng.numpy[0], rng.numpy[1].tolist(), *rng.numpy[2:]]
         arguments = [capture.args, capture.kwargs]
         inputs = self._tree("inputs", arguments) if self._fits("inputs", tensors_in(arguments)) else None
         buffers = {name: capture.buffers.get(name, buffer) for name, buffer in internals.named_buffers(module)}
