@@ -147,7 +147,7 @@ def test_where_temporary_files_go_is_still_for_the_script_to_say(
 
     starts = Starts(make, lambda: False)
     starts.before(_Object(pid=1))
-    assert given[0].parent == tmp_path
+    assert given[0].parent != tmp_path  # which is the script's
     assert tempfile.tempdir is None
     given[0].rmdir()
 
