@@ -86,6 +86,7 @@ class ParameterWithoutGradient(Detector):
         super().__init__(config)
         self._seen: dict[int, tuple[_Presence, int]] = {}  # optimizer -> (ranks by what they have, steps)
         self._varies: set[int] = set()
+        self._first: dict[int, int] = {}  # optimizer -> the first step that was counted
 
     def can_show(self, step: Step) -> bool:
         return step.known("presence_digest")
@@ -101,6 +102,7 @@ class ParameterWithoutGradient(Detector):
         counted = self._counted(step)
         if counted[1] == 0:
             self._varies.add(step.optimizer)
+        self._first.setdefault(step.optimizer, step.step)
         self._seen[step.optimizer] = counted
         without = missing(step)
         if gradient_classes(step) and without and step.answers(Contract) and not find_unused(step):
@@ -132,12 +134,15 @@ class ParameterWithoutGradient(Detector):
     def _report(self, step: Step, without: Mapping[str, list[str]], what: str) -> Finding:
         ranks = _lacking(step)
         names = dict.fromkeys(name for own in without.values() for name in own)
+        more: dict[str, Any] = {}
         if len(ranks) < step.world:
             what += ", on some ranks only"
         elif names and all(name.startswith("parameter[") for name in names):
             what += ": the optimizer's parameters are of another model than the one that trains"
+            more = {"severity": Severity.ERROR, "step": self._first.get(step.optimizer, step.step)}
         return self.finding(
             step,
+            **more,
             ranks=ranks,
             subject=tuple(names)[:MAX_NAMES],
             evidence={
