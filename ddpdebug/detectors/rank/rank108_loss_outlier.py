@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter, deque
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from ddpdebug.detectors.comparison import median_without
 from ddpdebug.detectors.examples import digest, step_at, steps
+from ddpdebug.detectors.hlth.curve import sample_noise
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
 from ddpdebug.schema.announcements import Loader, Targets
 from ddpdebug.schema.robust import spread
@@ -52,13 +54,20 @@ def _targets(*counts: tuple[int, ...]) -> Facts:
     return Facts(topic="targets", values=values)
 
 
+def _two(count: int, more: float, since: int) -> tuple[Step, ...]:
+    """Return steps of two ranks, of which one has a larger loss since one of them."""
+    losses = [[1.0 + 0.1 * sample_noise(i + 70 * rank) + more * (rank == 1 and i >= since) for rank in range(2)]
+              for i in range(count)]  # fmt: skip
+    return tuple(step_at(i, world=2, odd={r: {"loss": own[r]} for r in range(2)}) for i, own in enumerate(losses))
+
+
 class LossOutlier(StreakRule):
     """One rank's loss lies far from its peers' over a long window, well beyond the noise and the peers' own spread.
 
     Or its labels show it. Phase `labels`: they are as frequent as those of the others once one is added or subtracted.
     Phase `gradients`: the ranks have each label about as often, and their gradients contradict each other in most
-    steps, as large as at the start: what is right for one is wrong for another. Where two ranks disagree nobody can
-    tell from that who is right, and both are named.
+    steps, as large as at the start: what is right for one is wrong for another. Phase `parted`: the losses of two ranks
+    were alike at first and no longer are. Where two ranks disagree nobody can tell who is right, and both are named.
 
     Impact: often none: shards differ. But broken labels, another tokenizer or unnormalised inputs on one rank look
     just like this, and pull the average gradient in a wrong direction.
@@ -70,6 +79,7 @@ class LossOutlier(StreakRule):
     Causes:
     - `offset`: numbers of classes that begin at 1 on one rank and at 0 on the others, or in another order
     - labels that do not belong to the inputs on this rank (shifted file, other class order, stale cache)
+    - `parted`: a cache by the number of the batch, a shard that has ended, an epoch that only one rank shuffles
     - other preprocessing: normalisation left out, other vocabulary, other crop
     - a shard that really is harder or easier, which is no mistake
     - this rank computes the loss differently (weights, label smoothing, reduction)
@@ -160,6 +170,7 @@ class LossOutlier(StreakRule):
     fires_on = Examples(
         lambda: steps(60, odd={3: {"loss": 2.3}}),
         lambda: steps(60, world=3, odd={0: {"loss": 0.02}}),
+        lambda: _two(90, 1.0, since=32),
         lambda: _targets((0, 90, 60, 40, 20, 10), (0, 0, 90, 60, 40, 20, 10)),  # counted from 2
         lambda: _targets((300,) * 5 + (0,), (0,) + (300,) * 5),
         lambda: (_targets((60,) * 4, (61, 58, 62, 59)), *steps(40, world=2, local_grad_norm=1.0, grad_norm=0.4)),
@@ -173,6 +184,8 @@ class LossOutlier(StreakRule):
         lambda: steps(80),
         lambda: steps(40, world=2, odd={1: {"loss": 9.0}}),
         lambda: steps(39, odd={3: {"loss": 2.3}}),
+        lambda: _two(90, 1.0, since=0),
+        lambda: _two(90, 0.1, since=32),
         lambda: tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
         lambda: _targets((90, 60, 40, 20), (88, 63, 41, 18)),
         lambda: _targets((90, 0, 90, 0, 90, 0), (0, 90, 0, 90, 0, 90)),  # shards by class
@@ -213,12 +226,14 @@ class LossOutlier(StreakRule):
         self._batches: dict[int, deque[int]] = {}  # digests of the newest ones
         self._epochs: dict[str, int] = {}  # loader -> batches of an epoch
         self._said: set[str] = set()
+        self._pairs: dict[int, list[tuple[int, float, float]]] = {}  # optimizer -> step and losses, of two ranks
 
     # --- labels and gradients -----------------------------------------------------------------------------------------
 
     def detect(self, step: Step) -> Findings:
         yield from super().detect(step)
         yield from self._contradiction(step)
+        yield from self._part(step)
 
     def compare(self, topic: str, facts: Mapping[int, Targets | Loader]) -> Findings:
         loaders = [fact.batches for fact in facts.values() if isinstance(fact, Loader)]
@@ -317,6 +332,36 @@ class LossOutlier(StreakRule):
                 "steps": len(pulls),
             },
         )
+
+    def _part(self, step: Step) -> Findings:
+        """Of two ranks the losses that were alike and have parted: which of them is wrong, nobody can tell."""
+        losses = [row.loss for _, row in sorted(step.rows.items())]
+        if step.world != 2 or not step.complete or step.any(_LOOSE) or not all(map(math.isfinite, losses)):
+            return
+        pairs, least = self._pairs.setdefault(step.optimizer, []), int(self.outlier_least)
+        pairs.append((step.step, losses[0], losses[1]))
+        del pairs[least : -int(self.outlier_window)]  # the first ones, and the newest
+        if len(pairs) < 2 * least or step.step % _EVERY or "parted" in self._said:
+            return
+        first, newest = [b - a for _, a, b in pairs[:least]], [b - a for _, a, b in pairs[-least:]]
+        levels = [statistics.median(pair[rank] for pair in pairs[-least:]) for rank in (1, 2)]
+        noise, middle = max(spread(first), 1e-3 * max(levels), 1e-12), statistics.median(newest)
+        far = abs(middle) >= self.outlier_z * noise and abs(middle) >= self.outlier_share * min(levels)
+        if far and abs(statistics.median(first)) <= noise and all(value * middle > 0 for value in newest):
+            self._said.add("parted")
+            since = list(itertools.takewhile(lambda pair: (pair[2] - pair[1]) / middle > 0.5, reversed(pairs)))[-1][0]
+            yield self.finding(
+                step,
+                step=since,
+                ranks=(0, 1),
+                subject=("loss",),
+                phase="parted",
+                title="the losses of two ranks were alike and have parted",
+                evidence={
+                    "deviations_of_the_difference": middle / noise,
+                    "median_loss": {str(rank): level for rank, level in enumerate(levels)},
+                },
+            )
 
     def _covers_much(self, step: Step) -> bool:
         """Whether one step takes a large part of what the longest loader delivers in an epoch."""
