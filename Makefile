@@ -122,7 +122,7 @@ bench: $(STAMP) ## what ddpdebug costs, against plain DDP and the naive methods
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 6
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 4 --busy 2
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/overhead.py --rounds 4 \
-		--first 1 --steady 6 --ways plain,again,every-step,forward-probes,all-gather,isfinite,anomaly
+		--first 1 --early 1 --steady 6 --ways plain,again,every-step,forward-probes,all-gather,isfinite,anomaly
 	$(PYTHON) benchmarks/short_steps.py
 	$(PYTHON) benchmarks/background.py
 	$(PYTHON) benchmarks/scaling.py

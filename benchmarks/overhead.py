@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py --busy 2 --rounds 5
 
-A block attaches anew and has two parts: the first steps after attaching (`start`, 16), and the next (`steady`, 24).
+A block attaches anew and has three parts: the first steps after attaching (`start`, 16), the others of the 64 in
+each of which the ranks are compared (`early`, 48), and those after them, as in the rest of a run (`steady`, 32).
 Of each part three ratios to the plain block of the same round are printed, each the median over the rounds with the
 quartiles in brackets: of the wall time, of the processor time of all threads of all ranks (`processor`: `process_time`,
 so the background thread, gloo's threads and the metrics server count), and of the training threads alone (`training`:
@@ -47,7 +48,7 @@ from ddpdebug.probes.nonfinite_notes import Looks
 
 #: Ends by itself when the benchmark was killed.
 _LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(200_000))\n"
-PARTS, CLOCKS = ("start", "steady"), ("wall", "processor", "training")
+PARTS, CLOCKS = ("start", "early", "steady"), ("wall", "processor", "training")
 Detach = Callable[[], None]
 
 
@@ -295,7 +296,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--first", type=int, default=16, help="steps of the part `start`")
-    parser.add_argument("--steady", type=int, default=24, help="steps of the part `steady`")
+    parser.add_argument("--early", type=int, default=48, help="steps of the part `early`")
+    parser.add_argument("--steady", type=int, default=32, help="steps of the part `steady`")
     parser.add_argument("--learn", type=int, default=100, help="steps in which the `settled` monitor settles")
     parser.add_argument("--busy", type=int, default=0, help="busy loops beside the job")
     parser.add_argument("--ways", default="plain,again,default")
@@ -307,7 +309,7 @@ def main() -> None:
     training = Training(args.width, args.depth, args.batch, args.tokens)
     ways = ["plain", *(way for way in args.ways.split(",") if way != "plain")]
     with tempfile.TemporaryDirectory() as scratch, busy(args.busy):
-        bench = Bench(training, Path(scratch), {"start": args.first, "steady": args.steady})
+        bench = Bench(training, Path(scratch), dict(zip(PARTS, (args.first, args.early, args.steady), strict=True)))
         for _ in range(3):
             training.step()
         if "settled" in ways:
