@@ -349,7 +349,7 @@ class LossOutlier(StreakRule):
         far = abs(middle) >= self.outlier_z * noise and abs(middle) >= self.outlier_share * min(levels)
         if far and abs(statistics.median(first)) <= noise and all(value * middle > 0 for value in newest):
             self._said.add("parted")
-            since = list(itertools.takewhile(lambda pair: (pair[2] - pair[1]) / middle > 0.5, reversed(pairs)))[-1][0]
+            since = list(itertools.takewhile(lambda pair: 2 * (pair[2] - pair[1]) / middle > 1, reversed(pairs)))[-1][0]
             yield self.finding(
                 step,
                 step=since,

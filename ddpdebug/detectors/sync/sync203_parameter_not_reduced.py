@@ -31,17 +31,17 @@ class ParameterNotReduced(GradientRule):
     turned back), `never-wrapped` (in no DDP at all). Search for that change behind the wrapping.
 
     Causes:
-    - `never-wrapped`, `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that
-      leaves some out
     - `never-wrapped`: a second module (discriminator, criterion with weights, projection) whose parameters are in the
       optimizer, but that was never wrapped
+    - `never-wrapped`, `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that
+      leaves some out
     - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
     - `retyped`: `model.double().float()`, `.to(dtype)` or a device move after wrapping
     - `unfrozen`: `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
 
     Remedy:
-    - `never-wrapped`, `others averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
     - `never-wrapped`: wrap every module that has trainable parameters, or put them into the one that is wrapped
+    - `never-wrapped`, `others averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
     - `unfrozen`: keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
     - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change
     """
@@ -90,6 +90,7 @@ class ParameterNotReduced(GradientRule):
         if not reasons:
             return None
         found = [name for name in names if name in reasons]
+        by_hand = not any(told.ddp for told in step.answers(Contract).values()) and averaged(step)
         which = sorted(set(reasons.values()))
         return Verdict(
             ranks=odd_ranks(step),
@@ -98,7 +99,7 @@ class ParameterNotReduced(GradientRule):
             evidence={
                 "which": {name: reasons[name] for name in found[:MAX_NAMES]},
                 "also_differing": len(names) - len(found),
-                **({"others": "averaged by hand"} if step.all(Flag.NO_DDP) and averaged(step) else {}),
+                **({"others": "averaged by hand"} if by_hand else {}),
             },
         )
 
