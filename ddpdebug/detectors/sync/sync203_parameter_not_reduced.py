@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpdebug.detectors.comparison import MAX_NAMES, averaged
 from ddpdebug.detectors.examples import contract, gradients, step_at
@@ -33,7 +34,7 @@ class ParameterNotReduced(GradientRule):
     Causes:
     - `never-wrapped`: a second module (discriminator, criterion with weights, projection) whose parameters are in the
       optimizer, but that was never wrapped
-    - `never-wrapped`, `others averaged by hand`: gradients are averaged by hand, by a list or a test of names that
+    - `not averaged by hand`: gradients are averaged by hand, by a list or a test of names that
       leaves some out
     - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
     - `retyped`: `model.double().float()`, `.to(dtype)` or a device move after wrapping
@@ -41,13 +42,16 @@ class ParameterNotReduced(GradientRule):
 
     Remedy:
     - `never-wrapped`: wrap every module that has trainable parameters, or put them into the one that is wrapped
-    - `never-wrapped`, `others averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
+    - `not averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
     - `unfrozen`: keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
     - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change
     """
 
     code = "SYNC203"
     title = "a trained parameter is not reduced by any DDP"
+    titles: ClassVar[Mapping[str, str]] = {
+        "not averaged by hand": "a trained parameter is left out where gradients are averaged by hand"
+    }
     after = NoSynchronisation
     fires_on = Examples(
         lambda: step_at(9, odd=_ODD, gradients=gradients(4, _W), contract=contract(4, unreduced={"w": "unfrozen"})),
@@ -95,11 +99,10 @@ class ParameterNotReduced(GradientRule):
         return Verdict(
             ranks=odd_ranks(step),
             subject=tuple(found),
-            phase=which[0] if len(which) == 1 else None,
+            phase="not averaged by hand" if by_hand else which[0] if len(which) == 1 else None,
             evidence={
                 "which": {name: reasons[name] for name in found[:MAX_NAMES]},
                 "also_differing": len(names) - len(found),
-                **({"others": "averaged by hand"} if by_hand else {}),
             },
         )
 
