@@ -32,7 +32,7 @@ def parts_of(value: Any) -> Sequence[tuple[str, Any]] | None:
     """
     kind = type(value)
     if issubclass(kind, dict):
-        if "__dataclass_fields__" in vars(kind):  # a model output: its fields, those that are None left out
+        if "__dataclass_fields__" in _own(kind):  # a model output: its fields, those that are None left out
             return [(f".{name}", item) for name, item in _fields(kind, value) if item is not None]
         pairs = islice(dict.items(value), ITEMS)
         return [(f"[{key!r}]" if type(key) in _KEYS else "[...]", item) for key, item in pairs]
@@ -119,7 +119,7 @@ def _add_tensors(found: list[torch.Tensor], value: Any, depth: int, room: int) -
 def _values(value: Any) -> Iterable[Any]:
     """Return the items of a container as `parts_of` has them, without their places; none of what is no container."""
     kind = type(value)
-    if issubclass(kind, dict) and "__dataclass_fields__" not in vars(kind):
+    if issubclass(kind, dict) and "__dataclass_fields__" not in _own(kind):
         return dict.values(value)
     if issubclass(kind, tuple):
         return tuple.__iter__(value)
@@ -164,10 +164,15 @@ def rebuilt(value: Any, values: list[Any]) -> Any:
     return values if kind is list else tuple.__new__(kind, values)
 
 
+def _own(kind: type) -> Any:
+    """Return the attributes of a class itself; a metaclass is not asked."""
+    return type.__getattribute__(kind, "__dict__")
+
+
 def _declares(kind: type, name: str) -> bool:
     """Return whether a class or a base of it has an attribute; a metaclass's `__getattr__` is not asked."""
     for base in type.__getattribute__(kind, "__mro__"):  # noqa: SIM110 - what a trace function raises is lost in `any`
-        if name in vars(base):
+        if name in _own(base):
             return True
     return False
 

@@ -305,7 +305,7 @@ class Leaks:
             if twice:
                 step, length = capture.step, target.numel() // len(texts(capture, target)[0])
                 self._announce(TokenChange(step=step, targets="twice", length=length, location=user_location()))
-        level.over = True
+        level.over = not (early and known is not None and known.moved)  # else it is asked again once its loss is low
         if known is not None:
             self._case = capture, known, level.first, level.last if low is None else low
             self._line = user_location()

@@ -33,7 +33,7 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Event, Tensors, part_of
 from ddpdebug.probes.training_loop.schedulers import STEPS
 from ddpdebug.probes.training_loop.validation_loss import Evaluations
-from ddpdebug.probes.unwatched_steps import MOST_FORWARDS, UnwatchedSteps
+from ddpdebug.probes.unwatched_steps import UnwatchedSteps
 from ddpdebug.torch_internals.graph import TELLS_HOOKS, saved_hooks
 
 #: Frames of ours and of torch's between a look and the function of torch's that is called.
@@ -80,7 +80,6 @@ class Patches:
         self._entries, self._followed = entries_of(guard), Followed(state, guard)
         self._numerics, self._evaluations, self._functions = numerics, evaluations, functions
         self._steps = self._steps_before = 0  # optimizer steps that began; before the scaler's step
-        self._forwards = 0  # of models without a DDP since the newest step
         self._used_up = False  # the generator that is given to a clipping has nothing more to give
         bus.on("probe:optimizer", events.ParametersUnwrapped, self._adopt)
 
@@ -307,8 +306,7 @@ class Patches:
     def _follows_module(self, module: torch.nn.Module, /, *_: Any, **__: Any) -> bool:
         if not self._followed.here() or self._numerics.inside or not self._state.follows(module):
             return False
-        self._forwards += torch.is_grad_enabled()
-        return self._forwards <= MOST_FORWARDS and not internals.is_compiled_in_place(module)
+        return not internals.is_compiled_in_place(module)
 
     def _module_begins(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
         self._bus.emit(events.ModuleForwardBegan(module, args, kwargs), self._unwatched.only)
@@ -324,7 +322,8 @@ class Patches:
     # --- backward and step --------------------------------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any = None, *_: Any, **__: Any) -> None:
-        given = tensors if type(tensors) in {list, tuple} else (tensors,)  # an iterator is torch's to use up
+        kind: Any = next(iter([kind for kind in (list, tuple) if issubclass(type(tensors), kind)]), None)
+        given = (tensors,) if kind is None else kind.__iter__(tensors)  # an iterator is torch's to use up
         self._bus.emit(events.BackwardBegan([one for one in given if is_a(one, torch.Tensor)]))
 
     def _backward_ended(self, *_: Any, **__: Any) -> None:
@@ -335,7 +334,6 @@ class Patches:
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
-        self._forwards = 0
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         self._bus.emit(events.StepBegan(optimizer, closure))
 

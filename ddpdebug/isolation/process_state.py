@@ -69,7 +69,8 @@ class RandomState:
             random.setstate(self.python)
         if self.numpy is not None:
             numpy = importlib.import_module("numpy.random")
-            if _comparable(_numpy_state(numpy)) != _comparable(self.numpy):
+            now = _numpy_state(numpy)  # of another generator, if the script has set one meanwhile
+            if type(now) is type(self.numpy) and _comparable(now) != _comparable(self.numpy):
                 numpy.set_state(self.numpy)
 
 

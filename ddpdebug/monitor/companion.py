@@ -103,6 +103,7 @@ class Companion:
         self._sent: list[bytes] = []  # that have no reply yet
         self._since = 0.0  # when these were sent
         self._from: Path | None = None  # from whose records the next one goes on
+        self._succeeds = False  # it judges in the place of another rank: what it is told stands in no log
         self._later = Reply()  # what came of calls as it was not asked for
         self._ids = set[str | None]()  # of findings that were returned
         self._judges_on = self._waits = False  # steps wait for answers; ticks without anything count
@@ -134,7 +135,7 @@ class Companion:
 
     def go_on(self) -> None:
         """Continue the judging of another rank, from its run directory, or else from its findings."""
-        self._from = self._log()
+        self._from, self._succeeds = self._log(), True
         self._ids.update([finding.id for finding in self._known()])
         if self._from is None or self._way is not None:
             self._adopt()
@@ -205,6 +206,9 @@ class Companion:
             if self._sent:
                 self._leave(f"no answer in {_AT_THE_END:g} s", slow=True)
             self.here = True
+            if self._succeeds and self._from is not None:  # the rank's own thread reads no log of others
+                self._from = None
+                self._adopt()
         return reply
 
     @property
@@ -253,7 +257,7 @@ class Companion:
         """
         self.close()
         self._way, self._from = None, None if slow and self._from is not None else self._log()
-        self._calls, self._sent = [*self._sent, *self._calls] if self._from is None else [], []
+        self._calls, self._sent = [*self._sent, *self._calls] if self._from is None or self._succeeds else [], []
         if self._from is None:
             self._adopt()
         self._waits = True  # it is to be asked

@@ -272,7 +272,7 @@ class Judging:
             self._ended.add(rank)
             promised = announcement.last_states if isinstance(announcement, End) else 0
             self._awaited[rank] = self._awaited.get(rank, 0) + promised
-        if isinstance(announcement, Failure) and self._to.log() is not None:
+        if self._takes_over and isinstance(announcement, Failure) and self._to.log() is not None:
             self._take_over()  # what the one before it has heard may be why, and no step may come any more
         if self._hears:
             self._guard.run("diagnosis", self._companion.tell, topic, rank, announcement)

@@ -61,7 +61,7 @@ from ddpdebug.processes import stacks
 from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
-from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, read_findings, read_outcomes, read_run
+from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, bytes_of_log, read_findings, read_outcomes, read_run
 from ddpdebug.run_directory.writer import OwnFindings
 from ddpdebug.schema.announcements import (
     Announcement,
@@ -120,6 +120,8 @@ _MESSAGES = frozenset(
 )
 #: How long the end waits for what a replay finds.
 _REPLAY_SECONDS = 5.0
+#: A rank that judges in the place of another one reads so many bytes of its records, some seconds of its companion.
+_MOST_LOG = 8 << 20
 #: The ranks' n-th monitors belong together and must not find the keys of earlier ones in the store.
 _NUMBERS = itertools.count()
 
@@ -188,6 +190,10 @@ class Monitor:
         )
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
+        self._said, self._ours = (
+            set[str | None](),
+            set[str | None](),
+        )  # ids of findings: of rank 0's, of those in its place
         self._home: Path | None = None  # the same wherever the script moves to
         self._exchange: Exchange | None = None
         # announcements made before the ranks could talk; topic -> what the rank that judges was told (any thread)
@@ -601,10 +607,10 @@ class Monitor:
         return Judging(self.rank, self.world, config, self._back, self.schedule, self._answering, outlets)
 
     def _log(self) -> Path | None:
-        """Return the run directory, if what the ranks have sent in this run can be read there."""
-        with suppress(ValueError):
+        """Return the run directory, if what the ranks have sent in this run can be read there, and soon."""
+        with suppress(ValueError, OSError):
             if self._home is not None and read_run(self._home)["run"] == self.run_id:
-                return self._home
+                return self._home if self.rank == 0 or bytes_of_log(self._home) <= _MOST_LOG else None
         return None
 
     def _watch_progress(self) -> ProgressWatch | None:
@@ -1057,8 +1063,21 @@ class Monitor:
         """Say what rank 0 cannot."""
         if self.fanout is not None and self._home is not None and not self._stands_in:
             self._stands_in = True
-            judges = lambda: self._judging.succeeds and not self._is_apart  # noqa: E731
-            self.fanout.add(stand_in(self._home, self.rank, self.disk, judges, quiet=self.config.quiet))
+            sinks = stand_in(self._home, self.rank, self.disk, self._says, quiet=self.config.quiet)
+            self.fanout.add(sinks)
+
+    def _says(self, finding: Finding) -> bool:
+        """Return whether a finding is this rank's to report in the place of rank 0, which has not reported it."""
+        judging, home, name = self._judging, self._home, finding.id
+        if finding.code.startswith("HANG"):
+            return True
+        if not (judging.succeeds and judging.judges and home is not None) or self._is_apart or name in self._said:
+            return False
+        if name not in self._ours:
+            self._said |= {known.id for known in read_findings(home)} - self._ours  # it may have found it at its end
+        if name not in self._said:
+            self._ours.add(name)
+        return name in self._ours
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
         run = self._back.run

@@ -23,6 +23,7 @@ from ddpdebug.processes.pusher import Pusher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
 from ddpdebug.schema.announcements import Device
+from ddpdebug.schema.finding import Finding
 from ddpdebug.sinks import FindingRaised, Record, RunStarted, Sink
 from ddpdebug.sinks.fanout import Fanout
 from ddpdebug.sinks.terminal import Terminal
@@ -128,27 +129,27 @@ class _NotServed:
 
 
 class _InPlace:
-    """A sink of a rank that speaks in the place of rank 0: of hangs, and of whatever it finds as it judges."""
+    """A sink of a rank that speaks in the place of rank 0."""
 
-    def __init__(self, sink: Sink, judges: Callable[[], bool]) -> None:
-        self._sink, self._judges = sink, judges
+    def __init__(self, sink: Sink, says: Callable[[Finding], bool]) -> None:
+        self._sink, self._says = sink, says
 
     def write(self, record: Record) -> None:
-        """Pass on what rank 0 cannot say."""
-        if isinstance(record, FindingRaised) and (self._judges() or record.finding.code.startswith("HANG")):
+        """Pass on the findings that rank 0 cannot report."""
+        if isinstance(record, FindingRaised) and self._says(record.finding):
             self._sink.write(record)
 
 
-def stand_in(home: Path, rank: int, disk: Disk, judges: Callable[[], bool], *, quiet: bool) -> list[Sink]:
-    """Return sinks for a rank that reports in the place of rank 0.
+def stand_in(home: Path, rank: int, disk: Disk, says: Callable[[Finding], bool], *, quiet: bool) -> list[Sink]:
+    """Return sinks for a rank that has to report in the place of rank 0 what everybody waits for.
 
     Args:
-        judges: returns whether all that is found is its to say, and not only hangs.
+        says: returns whether a finding is this rank's to report.
     """
     sinks: list[Sink] = [OwnFindings(home, rank, disk)]
     if not quiet:
         sinks.append(Terminal(0, speaks=rank, status=False))
-    return [_InPlace(sink, judges) for sink in sinks]
+    return [_InPlace(sink, says) for sink in sinks]
 
 
 def start_served(config: Config, environ: Mapping[str, str], host: Host, local_rank: int) -> Served:

@@ -23,7 +23,7 @@ _MASKS = ("mask", "bias")
 
 
 def named(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Yield the tensors among a forward's arguments with the names from its signature."""
+    """Return the tensors among a forward's arguments with the names from its signature."""
     forward = module.forward
     if type(forward) not in _FUNCTIONS:  # to inspect an object of the user's is to call its methods
         forward = _anything

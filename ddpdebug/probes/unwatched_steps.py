@@ -42,8 +42,8 @@ _FOLLOWED_SECONDS, _APART = 0.01, 64
 _RECENT = 8
 #: A forward without gradients in so many steps in a row is a part of them, and no evaluation.
 _USUAL_VIEWS = 8
-#: So many forwards with gradients are looked at in a step: more are small ones, and to look takes longer than to run.
-MOST_FORWARDS = 256
+#: So many forwards with gradients are followed before a backward: more are small, and to look takes longer than to run.
+_MOST_FORWARDS = 256
 _OPTIMIZER = all_optimizers.__file__
 #: Who follows the numbers: what is kept of a forward for its replay, and the notes of the forward.
 _NUMBERS = frozenset({"probe:scene", "probe:numerics-forward"})
@@ -79,7 +79,7 @@ class UnwatchedSteps:
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = _nobody  # that has stepped last
         self._backwards = self._views = 0  # of this step; newest steps in a row with a forward without gradients
         self._viewed = self._is_off = False
-        self._forwards = 0  # of this step, with gradients
+        self._forwards = 0  # with gradients, since the newest backward
         self._roots: dict[int, Any] = {}
         self._follows = False  # the numbers
         self._recent: deque[float] = deque(maxlen=_RECENT)  # what the newest steps took, in seconds
@@ -158,7 +158,7 @@ class UnwatchedSteps:
             return self._views_model()
         self._partly = True
         self._forwards += 1
-        return self._follows and self._forwards <= MOST_FORWARDS
+        return self._follows and self._forwards <= _MOST_FORWARDS
 
     def _views_model(self) -> bool:
         """A model is called without gradients: it is evaluated, unless each step does so."""
@@ -176,6 +176,7 @@ class UnwatchedSteps:
         """Handle a call of `backward`; return whether the step is watched from now on."""
         self._partly = True
         self._backwards += 1
+        self._forwards = 0
         self._collectives.backward()
         if not self._follows or are_many(self._state.world) or _is_finite(tensors):
             return False
@@ -198,7 +199,6 @@ class UnwatchedSteps:
             return True
         self._stepping.append(id(optimizer))
         self.begun += 1
-        self._forwards = 0
         return False
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -121,6 +121,12 @@ def read_run(directory: Path) -> dict[str, Any]:
     return run
 
 
+def bytes_of_log(directory: Path) -> int:
+    """Return the bytes of the rows and the observations of a run."""
+    paths = [*segment_paths(directory / STEPS), *segment_paths(directory / OBSERVATIONS)]
+    return sum(path.stat().st_size for path in paths)
+
+
 def read_findings(directory: Path) -> list[Finding]:
     """Return the findings in the order in which they were raised; `damage` describes those that cannot be read.
 

@@ -116,10 +116,11 @@ def saved_of(node: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for attribute in dir(node):
         name = attribute.removeprefix(names.SAVED)
-        if not attribute.startswith(names.SAVED) or _has_hook(node, name):
+        if not attribute.startswith(names.SAVED):
             continue
         try:
-            found[name] = getattr(node, attribute)
+            if not _has_hook(node, name):
+                found[name] = getattr(node, attribute)
         except (RuntimeError, AttributeError) as error:
             if type(error) not in {RuntimeError, AttributeError}:
                 raise  # torch says by these that backward has freed it; a class below them is somebody else's

@@ -128,3 +128,26 @@ def test_frozen_weights_that_stay_changed_are_said_to_be_frozen() -> None:
     (found,) = loop.run(evaluates)
     assert found.frozen
     assert set(found.names) <= {"0.weight", "0.bias"}
+
+
+def test_a_loop_that_evaluates_after_each_step_says_nothing() -> None:
+    """Whether it writes the weights in any case cannot be told."""
+    loop = _Loop()
+
+    def evaluates() -> None:
+        _write(loop.model)
+        loop.evaluate()
+
+    assert loop.run(evaluates, evaluates) == []
+
+
+def test_another_model_is_not_compared_with_the_one_before() -> None:
+    """Folds of a cross-validation, each of which begins with an evaluation."""
+    loop = _Loop()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        loop.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        loop.evaluate()
+        for _ in range(4):
+            loop.step()
+    assert loop.found == []

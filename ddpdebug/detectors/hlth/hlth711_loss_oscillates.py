@@ -144,12 +144,17 @@ class LossOscillates(LossRule):
         super().__init__(config)
         self._ratio: dict[int, float] = {}
         self._sizes: dict[int, deque[int]] = {}  # optimizer -> whether each step's batch was larger than the one before
-        self._optimizers: set[int] = set()  # all that step
         self._batches: dict[int, deque[int]] = {}  # optimizer -> digests of its batches
         self._parts: dict[int, set[int]] = {}  # optimizer -> digests of which parameters have gradients, two at most
 
+    @property
+    def _newest(self) -> dict[int, int]:
+        """Optimizer -> its newest step; of those without a loss too, which this rule does not read."""
+        known: dict[int, int] = self.shared.setdefault("newest steps", {})
+        return known
+
     def detect(self, step: Step) -> Findings:
-        self._optimizers.add(step.optimizer)
+        self._newest[step.optimizer] = step.step
         yield from super().detect(step)
 
     def judge(self, step: Step, series: Series) -> Findings:
@@ -198,7 +203,8 @@ class LossOscillates(LossRule):
         again = [one == before for before, one in itertools.pairwise(batches) if one]
         used_twice = any(again) and not all(again)
         large = self._ratio.get(optimizer, 0.0) >= self.oscillation_update
-        return large and len(self._optimizers) == 1 and not used_twice
+        since = self._newest[optimizer] - int(self.oscillation_window)
+        return large and sum(newest > since for newest in self._newest.values()) == 1 and not used_twice
 
     def _follows_sizes(self, values: Sequence[float], sizes: Sequence[int]) -> bool:
         """Whether the loss rises and falls with the size of the batch: of longer lists, or of texts."""

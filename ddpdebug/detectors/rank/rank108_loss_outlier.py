@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdebug.detectors.comparison import median_without
@@ -54,9 +54,10 @@ def _targets(*counts: tuple[int, ...]) -> Facts:
     return Facts(topic="targets", values=values)
 
 
-def _two(count: int, more: float, since: int) -> tuple[Step, ...]:
+def _two(count: int, more: float | Callable[[int], float], since: int) -> tuple[Step, ...]:
     """Return steps of two ranks, of which one has a larger loss since one of them."""
-    losses = [[1.0 + 0.1 * sample_noise(i + 70 * rank) + more * (rank == 1 and i >= since) for rank in range(2)]
+    larger = more if callable(more) else lambda _: more
+    losses = [[1.0 + 0.1 * sample_noise(i + 70 * rank) + larger(i) * (rank == 1 and i >= since) for rank in range(2)]
               for i in range(count)]  # fmt: skip
     return tuple(step_at(i, world=2, odd={r: {"loss": own[r]} for r in range(2)}) for i, own in enumerate(losses))
 
@@ -186,6 +187,7 @@ class LossOutlier(StreakRule):
         lambda: steps(39, odd={3: {"loss": 2.3}}),
         lambda: _two(90, 1.0, since=0),
         lambda: _two(90, 0.1, since=32),
+        lambda: _two(400, lambda i: 1.2 * (1 - math.exp(-i / 100)), since=0),  # domains that are learned at other paces
         lambda: tuple(step_at(n, odd={1: {"loss": 5.0}} if n % 7 == 0 else {}) for n in range(80)),
         lambda: _targets((90, 60, 40, 20), (88, 63, 41, 18)),
         lambda: _targets((90, 0, 90, 0, 90, 0), (0, 90, 0, 90, 0, 90)),  # shards by class
@@ -226,7 +228,7 @@ class LossOutlier(StreakRule):
         self._batches: dict[int, deque[int]] = {}  # digests of the newest ones
         self._epochs: dict[str, int] = {}  # loader -> batches of an epoch
         self._said: set[str] = set()
-        self._pairs: dict[int, list[tuple[int, float, float]]] = {}  # optimizer -> step and losses, of two ranks
+        self._pairs: dict[int, deque[tuple[int, float, float]]] = {}  # optimizer -> step and losses, of two ranks
 
     # --- labels and gradients -----------------------------------------------------------------------------------------
 
@@ -338,18 +340,24 @@ class LossOutlier(StreakRule):
         losses = [row.loss for _, row in sorted(step.rows.items())]
         if step.world != 2 or not step.complete or step.any(_LOOSE) or not all(map(math.isfinite, losses)):
             return
-        pairs, least = self._pairs.setdefault(step.optimizer, []), int(self.outlier_least)
+        least = int(self.outlier_least)
+        pairs = self._pairs.setdefault(step.optimizer, deque(maxlen=least + int(self.outlier_window)))
         pairs.append((step.step, losses[0], losses[1]))
-        del pairs[least : -int(self.outlier_window)]  # the first ones, and the newest
         if len(pairs) < 2 * least or step.step % _EVERY or "parted" in self._said:
             return
-        first, newest = [b - a for _, a, b in pairs[:least]], [b - a for _, a, b in pairs[-least:]]
-        levels = [statistics.median(pair[rank] for pair in pairs[-least:]) for rank in (1, 2)]
-        noise, middle = max(spread(first), 1e-3 * max(levels), 1e-12), statistics.median(newest)
+        levels = [statistics.median(pair[rank] for pair in list(pairs)[-least:]) for rank in (1, 2)]
+        middle = statistics.median(b - a for _, a, b in list(pairs)[-least:])
+        apart = len(
+            list(itertools.takewhile(lambda pair: 2 * (pair[2] - pair[1]) * middle > middle**2, reversed(pairs)))
+        )
+        before = [b - a for _, a, b in list(pairs)[-apart - least : -apart]] if apart >= least else []
+        if len(before) < least:  # they have drifted apart from the start, as on data that differ
+            return
+        noise = max(spread(before), 1e-3 * max(levels), 1e-12)
         far = abs(middle) >= self.outlier_z * noise and abs(middle) >= self.outlier_share * min(levels)
-        if far and abs(statistics.median(first)) <= noise and all(value * middle > 0 for value in newest):
+        if far and abs(statistics.median(before)) <= noise:
             self._said.add("parted")
-            since = list(itertools.takewhile(lambda pair: 2 * (pair[2] - pair[1]) / middle > 1, reversed(pairs)))[-1][0]
+            since = pairs[-apart][0]
             yield self.finding(
                 step,
                 step=since,

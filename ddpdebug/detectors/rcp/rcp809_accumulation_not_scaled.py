@@ -144,13 +144,17 @@ class AccumulationNotScaled(WindowHabit):
             ),
         ),
         lambda: _shares(15, 0.4, 0.6),  # once is chance
+        lambda: (_shares(15, 0.5, 0.5), _shares(19, 0.5, 0.5)),  # a loss with a weight of a half
         lambda: (_shares(15, 0.8, 1.2), _shares(19, 1.1, 0.9)),  # multiplied by the number of ranks
         lambda: (_shares(15, 0.5, 0.4), _shares(19, 0.4, 0.4)),  # divided by the length of padded texts
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._divided: dict[str, list[int]] = {}  # by loss: steps whose shares add up to one
+        self._divided: dict[
+            str, tuple[list[int], set[float]]
+        ] = {}  # by loss: steps whose shares add up to one, and these
+        self._said: set[str] = set()
 
     def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
         told = {rank: fact for rank, fact in facts.items() if isinstance(fact, LossSettings)}
@@ -159,9 +163,11 @@ class AccumulationNotScaled(WindowHabit):
         if len(shares) != len(told) or len(told) < 2 or len(steps) > 1:
             return
         if math.isclose(math.fsum(shares), 1.0, rel_tol=self.shares_rounding):
-            known = self._divided.setdefault(topic, [])
+            known, seen = self._divided.setdefault(topic, ([], set()))
             known += [step for step in steps if step is not None]
-            if len(known) == self.shares_steps:
+            seen.update(shares)
+            if len(known) >= self.shares_steps and len(seen) > 1 and topic not in self._said:  # no weight of the loss's
+                self._said.add(topic)
                 first = told[min(told)]
                 shown = {str(rank): round(fact.share or 0.0, 4) for rank, fact in told.items()}
                 yield self.finding(

@@ -53,7 +53,7 @@ class GradientsDiffer(GradientRule):
     - `hook`: a comm hook or a manual `all_reduce` that covers some parameters only, or returns before it has finished
     - `without gradient`: a parameter that took no part in the forward of some rank, with
       `find_unused_parameters=False`: DDP waits for its gradient and never reduces the bucket
-    - `none was called`: gradients come from `torch.autograd.grad`, past the hooks by which DDP reduces them
+    - `none was seen`: gradients come from `torch.autograd.grad`, past the hooks by which DDP reduces them
     - parameters used in a forward that went around DDP besides the one that went through it (two losses, two models)
     - the same model driven by two DDP wrappers, or `backward()` called on some ranks only
 
@@ -61,7 +61,7 @@ class GradientsDiffer(GradientRule):
     - `hook`: cover the whole bucket in a comm hook, and return the future of the reduction itself, not one that is done
       already
     - `without gradient`: give every parameter a part in every forward, or pass `find_unused_parameters=True`
-    - `none was called`: call `backward()`, or average what is written into `.grad`: `dist.all_reduce(p.grad)`
+    - `none was seen`: call `backward()`, or average what is written into `.grad`: `dist.all_reduce(p.grad)`
     - send every forward that has gradients through the DDP object
     - restart from a checkpoint older than the named step
     """
@@ -87,7 +87,7 @@ class GradientsDiffer(GradientRule):
     def verdict(cls, step: Step) -> Verdict | None:
         evidence: dict[str, Any] = {"hook": own[0]} if (own := hooks(step)) else {}
         if not any(step.columns["micro_batches"]) and not step.any(Flag.CLOSURE | Flag.NO_DDP):
-            evidence["backward"] = "none was called in this step"
+            evidence["backward"] = "none was seen in this step"
         without = missing(step)
         if without and not find_unused(step):
             evidence |= {"without_gradient": without, "find_unused_parameters": False}

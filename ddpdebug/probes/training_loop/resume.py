@@ -126,14 +126,13 @@ class Resume:
             for module in self._modules()
             for name, parameter in internals.named_parameters(module)
         }
-        every, wrong = {*known.values()}, list[str]()
+        pairs = list[tuple[str | None, str]]()
         for group in internals.groups(event.thing):
             names: Any = group.get("param_names")
             for parameter, name in zip(group["params"], names if type(names) in {list, tuple} else (), strict=False):
-                own, named = known.get(id(parameter)), _bare(str(name))
-                if own is not None and own != named and named in every:
-                    wrong.append(own)
-        if wrong:
+                pairs.append((known.get(id(parameter)), _bare(str(name))))
+        wrong = [own for own, named in pairs if own is not None and own != named]
+        if wrong and {own for own, _ in pairs} == {named for _, named in pairs}:  # else they are named by other roots
             said = Restored(kind="order", class_name=event.what, location=event.location, number=len(wrong))
             self._tell(replace(said, names=tuple(wrong[:_MAX_NAMES])))
 

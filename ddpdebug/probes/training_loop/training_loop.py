@@ -438,7 +438,7 @@ class Recipe:
 
     def _begins_without_gradients(self, root: torch.nn.Module, key: int, tensors: Tensors) -> None:
         seen = self._evaluation
-        if not internals.in_train_mode(root):
+        if self._put_in.waits and not internals.in_train_mode(root):
             self._run("probe:moves", self._put_in.evaluates, self._roots(), user_location())
         if key in self._inputs_told and not internals.in_train_mode(root):
             inputs = self._evaluated_inputs.get(key)
@@ -630,8 +630,9 @@ class Recipe:
 
     def _loss_shares(self, event: events.StepClosing) -> None:
         record, parts = event.record, event.record.since.parts
-        if record.optimizer or not self._state.wrappers:  # what DDP averages over the ranks is meant
-            return
+        wrappers = self._state.wrappers
+        if record.optimizer or not wrappers or any([wrapper.hook for wrapper in wrappers]):
+            return  # what DDP itself averages over the ranks is meant
         rescaled = parts[RecipeNotes].flags & Flag.GRADS_WRITTEN
         self._settings.step_ends(record.step, () if rescaled else parts[Losses].label_shares)
 
