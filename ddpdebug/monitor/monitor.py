@@ -148,6 +148,7 @@ class Monitor:
     _leaving = False
     _offered = -1  # every so many steps a batch is compared: how often that was due
     _beats: Beats | None = None
+    _said = _ours = frozenset[str | None]()  # ids of findings: those of rank 0, and those of this rank in its place
     _stands_in = False  # it has the sinks to speak in the place of rank 0
 
     def __init__(
@@ -190,10 +191,6 @@ class Monitor:
         )
         self.fanout: Fanout | None = None
         self.directory: Path | None = None
-        self._said, self._ours = (
-            set[str | None](),
-            set[str | None](),
-        )  # ids of findings: of rank 0's, of those in its place
         self._home: Path | None = None  # the same wherever the script moves to
         self._exchange: Exchange | None = None
         # announcements made before the ranks could talk; topic -> what the rank that judges was told (any thread)
@@ -1076,7 +1073,7 @@ class Monitor:
         if name not in self._ours:
             self._said |= {known.id for known in read_findings(home)} - self._ours  # it may have found it at its end
         if name not in self._said:
-            self._ours.add(name)
+            self._ours |= {name}
         return name in self._ours
 
     def _report(self, raised: Sequence[tuple[Finding, bool]], progress: int) -> None:
