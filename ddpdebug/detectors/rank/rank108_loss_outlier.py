@@ -68,7 +68,8 @@ class LossOutlier(StreakRule):
     Or its labels show it. Phase `labels`: they are as frequent as those of the others once one is added or subtracted.
     Phase `gradients`: the ranks have each label about as often, and their gradients contradict each other in most
     steps, as large as at the start: what is right for one is wrong for another. Phase `parted`: the losses of two ranks
-    were alike at first and no longer are. Where two ranks disagree nobody can tell who is right, and both are named.
+    were alike and have parted within a few steps. Where two ranks disagree nobody can tell who is right, and both are
+    named.
 
     Impact: often none: shards differ. But broken labels, another tokenizer or unnormalised inputs on one rank look
     just like this, and pull the average gradient in a wrong direction.
@@ -343,7 +344,7 @@ class LossOutlier(StreakRule):
         least = int(self.outlier_least)
         pairs = self._pairs.setdefault(step.optimizer, deque(maxlen=least + int(self.outlier_window)))
         pairs.append((step.step, losses[0], losses[1]))
-        if len(pairs) < 2 * least or step.step % _EVERY or "parted" in self._said:
+        if len(pairs) < 2 * least or "parted" in self._said:
             return
         levels = [statistics.median(pair[rank] for pair in list(pairs)[-least:]) for rank in (1, 2)]
         middle = statistics.median(b - a for _, a, b in list(pairs)[-least:])

@@ -151,9 +151,8 @@ class AccumulationNotScaled(WindowHabit):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._divided: dict[
-            str, tuple[list[int], set[float]]
-        ] = {}  # by loss: steps whose shares add up to one, and these
+        #: By loss: steps whose shares add up to one, and these shares.
+        self._divided: dict[str, tuple[list[int], set[float]]] = {}
         self._said: set[str] = set()
 
     def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
