@@ -260,7 +260,7 @@ class ProgressWatch:
         now, self._ident = time.monotonic(), threading.get_ident()
         if own is not None and now - looked < _LOOK_SECONDS:
             return own, now
-        own, now = self._watcher.look(exact=time.monotonic() < self._tell_until), time.monotonic()
+        own, now = self._watcher.look(), time.monotonic()
         self._ranks.looks[self.rank] = own, now
         if self.box is None and not self._boxless:
             self._open_box()

@@ -35,6 +35,8 @@ _STORAGE_SECONDS = 60.0
 _PAUSE_SECONDS = 2.0
 #: Of a call that has not ended, torch's record is read so often, in seconds: its counts may stay when it ends.
 _READ_SECONDS = 2.0
+#: While collectives come and go their entries, 15 ms for a full recorder, are read as rarely.
+_EXACT_SECONDS = 10.0
 #: Kinds in which a thread waits for other ranks.
 _AMONG_RANKS = frozenset({"collective", "backward", "store"})
 
@@ -155,6 +157,8 @@ class Watcher:
         self._recorder, self._members, self._thread = recorder, members, thread
         self._step, self._workers, self.notes = step, workers, NoNotes() if notes is None else notes
         self._signature: object = None
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._exact = 0.0
         self._since = self._moved = time.monotonic()
         self._looked = self._since
         self._usage: _Usage | None = None
@@ -164,11 +168,14 @@ class Watcher:
         self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
         self._read = 0.0
 
-    def look(self, *, exact: bool = False) -> RankProgress:
-        """Return the present progress of this rank; with `exact` its counts of collectives are exact."""
+    def look(self) -> RankProgress:
+        """Return the present progress of this rank; counts of collectives that do not move are exact."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
-        counts = self._counts(exact=exact or now - self._since >= WAIT_SECONDS)
+        counts = self._counts()
+        if counts == self._counted or now - self._exact >= _EXACT_SECONDS:
+            counts, self._exact = self._counts(exact=True), now
+        self._counted = counts
         step = self._step()
         signature = frames.signature(stack), tuple(counts.values()), step
         if signature != self._signature:
@@ -218,7 +225,7 @@ class Watcher:
         """Return the exact number of entered collectives by group; from any thread."""
         return {group: entered for group, (entered, _) in self._counts(exact=True).items()}
 
-    def _counts(self, *, exact: bool) -> dict[str, tuple[int, int]]:
+    def _counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]]:
         """Return how many collectives were entered and have ended, without messages from rank to rank."""
         known = dict(self._recorder.counts(exact=exact) or {})
         if not self._recorder.is_counted:

@@ -85,7 +85,7 @@ class Rank:
     def _stand_in(self) -> None:
         self.stands_in += 1
 
-    def look(self, *, exact: bool = False) -> RankProgress:
+    def look(self) -> RankProgress:
         """Look, as the watcher does."""
         return self.seen
 

@@ -59,7 +59,7 @@ class Rank:
             off=lambda *_: None,
         )
 
-    def look(self, *, exact: bool = False) -> RankProgress:
+    def look(self) -> RankProgress:
         """Look, as the watcher does."""
         return self.seen
 

@@ -37,7 +37,7 @@ class _Counting:
     def entered(self) -> dict[str, int]:
         return {}
 
-    def look(self, *, exact: bool = False) -> RankProgress:
+    def look(self) -> RankProgress:
         self.looks += 1
         return RankProgress(rank=0)
 

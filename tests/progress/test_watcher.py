@@ -46,8 +46,10 @@ class Record:
     entries: list[Entry] = field(default_factory=list)
     meetings = ("_store_based_barrier",)
     is_counted = False
+    exact: int = 0
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
+        self.exact += exact
         return self.known
 
     def newest(self) -> list[Entry]:
@@ -96,6 +98,20 @@ def stands_for(seconds: float) -> Callable[[RankProgress], bool]:
 
 def blocked() -> None:
     threading.Event().wait(3600)
+
+
+def test_entries_are_not_read_while_collectives_come_and_go() -> None:
+    """Reading a full recorder takes as long as a short step."""
+    record = Record({"0": (1, 1)})
+    with watched(blocked, record) as watcher:
+        watcher.look()
+        before = record.exact
+        for number in range(2, 20):
+            record.known = {"0": (number, number)}
+            watcher.look()
+        assert record.exact == before
+        watcher.look()  # nothing has come
+        assert record.exact == before + 1
 
 
 def test_a_thread_that_waits_for_a_lock() -> None:
