@@ -54,6 +54,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
     places: dict[int, int] = field(default_factory=dict)  # which piece this rank gets, -1 where they have one sum
     copies: dict[int, int] = field(default_factory=dict)  # of what each of them becomes
     after: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    divided: set[tuple[float, int]] = field(default_factory=set)  # by what the sums are, and over how many ranks
     flags: int = 0
     is_partial: bool = False  # something was reduced in a way that is not followed
     read: device.LaterFloats = list
@@ -141,6 +142,7 @@ class ShardReductions:
             return
         sums.flags |= Flag.HALF_REDUCTION if reduction.is_half else 0
         sums.flags |= Flag.CUSTOM_REDUCTION | Flag.HALF_REDUCTION if reduction.is_custom else 0
+        sums.divided.add((math.nan if reduction.is_custom else reduction.divisor, reduction.ranks))
         with torch.no_grad():
             for parameter, grad, rows in zip(reduction.parameters, reduction.gradients, reduction.rows, strict=True):
                 key = id(parameter)

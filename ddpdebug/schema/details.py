@@ -445,6 +445,7 @@ class Accumulation(Struct):
     loss: str | None = None  # the loss function, as in the graph: "MseLoss"
     divided_by: float | None = field(default=None, metadata=ABSENT)  # all numbers together; None: by none
     ranks: int | None = field(default=None, metadata=ABSENT)  # over which gradients are averaged
+    reduced_by: float | None = field(default=None, metadata=ABSENT)  # what their sum over ranks is divided by
     classes: bool | None = field(default=None, metadata=ABSENT)  # the loss is a cross entropy
     counts: tuple[float, ...] | None = field(default=None, metadata=ABSENT)  # least, most elements of one
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from ddpdebug.probes.training_loop.loss_graph import terms
-from ddpdebug.probes.training_loop.loss_scale import LossScale
+from ddpdebug.probes.training_loop.loss_scale import LossScale, Reduced
 from ddpdebug.schema.details import Accumulation
 
 Loss = Callable[[torch.Tensor, int], torch.Tensor]
@@ -64,6 +64,18 @@ def test_what_means_were_divided_by(loss: Loss, divisor: float) -> None:
     assert known is not None
     assert (known.micro_batches, known.divided_by, known.ranks, known.location) == (4, divisor, 2, "train.py:7")
     assert known.classes is (True if loss is mean else None)
+
+
+@pytest.mark.parametrize(("loss", "divisor"), [(mean, 4), (masked, 4), (mean, 1), (mean, 16), (of_all, 1)])
+def test_a_mean_whose_gradients_are_added_up_over_ranks(loss: Loss, divisor: float) -> None:
+    """Only where each loss is one mean: a loss that is divided otherwise may allow for the sum."""
+    scale = LossScale()
+    for number in range(4):
+        root = loss(torch.randn(6, 3, requires_grad=True), number) / divisor
+        scale.note(terms(root, by_scaler=False), root, by_scaler=False)
+    known = scale.of(4, "train.py:7", 1, Reduced(1.0, 8))
+    expected = (8, 1.0) if (loss, divisor) == (mean, 4) else None
+    assert known is None if expected is None else known is not None and (known.ranks, known.reduced_by) == expected
 
 
 def test_how_many_labels_each_mean_is_taken_over() -> None:

@@ -39,6 +39,17 @@ _SAID: dict[str, Fields] = {
         ),
         "actions": ("multiply the loss by the world size: DDP divides the sum of the gradients by it",),
     },
+    "summed": {
+        "causes": (
+            "`set_gradient_divide_factor` of a recipe whose loss is divided by the tokens of all ranks",
+            "the factor is another number than that of the ranks that reduce (a mesh that was changed)",
+            "intended: the learning rate allows for it",
+        ),
+        "actions": (
+            "leave the factor as it is: FSDP2 divides by the number of ranks",
+            "or divide the loss by what all ranks have together: `reduction='sum'` over their tokens",
+        ),
+    },
     "other number": {
         "title": "the loss is not divided by the number of micro-batches of the step",
         "causes": (
@@ -71,7 +82,8 @@ class AccumulationNotScaled(WindowHabit):
     """The gradient at the step is the sum over micro-batches of mean losses, and nothing divides it, or two things do.
 
     Or what divides it is another number than that of the micro-batches, or the number of ranks, over which DDP
-    averages; or each mean is over very different numbers of labels, which then count differently.
+    averages; or FSDP2 is told to divide by another number than that of the ranks; or each mean is over very different
+    numbers of labels, which then count differently.
 
     Impact: a sum over K micro-batches is K times the mean: SGD takes K times the step, clipping acts always; Adam
     hides the factor except through eps and clipping. A mean of means gives tokens in short micro-batches too much
@@ -125,6 +137,9 @@ class AccumulationNotScaled(WindowHabit):
             recipe={r: {"accumulation": {"micro_batches": 8, "location": "train.py:50"}} for r in range(4)},
         ),
         lambda: _divided(1, 4.0, ranks=4),
+        lambda: steps(
+            4, flags=Flag.MEANS_ADDED, recipe={0: {"accumulation": {"micro_batches": 1, "ranks": 4, "reduced_by": 1.0}}}
+        ),
         lambda: _divided(8, 2.0, classes=True),
         lambda: _divided(4, 4.0, counts=[100, 900]),
         lambda: (step_at(0), *steps(4, start=1, flags=Flag.MEANS_ADDED | Flag.CLIPPED)),
@@ -179,14 +194,20 @@ class AccumulationNotScaled(WindowHabit):
                 )
 
     def describe(self, about: Accumulation) -> dict[str, Any] | None:
-        if (about.divided_by or 1.0) == 1 and about.micro_batches > 1:
+        if (about.divided_by or 1.0) == 1 and about.micro_batches > 1 and about.reduced_by is None:
             return super().describe(about)
         if (phase := self._phase(about)) is None:
             return None
         own = {} if phase == _OLDEST else {"phase": phase}
+        if about.reduced_by is not None and about.ranks:
+            own["title"] = f"gradients are {about.ranks / about.reduced_by:g} times the mean over the ranks"
+            shown = {"ranks": about.ranks, "sum_divided_by": about.reduced_by}
+            return {"location": about.location, "evidence": shown, **own, **_SAID[phase]}
         return {**(super().describe(about) or {}), **own, **_SAID[phase]}
 
     def _phase(self, about: Accumulation) -> str | None:
+        if about.reduced_by is not None:
+            return "summed"
         passes, divisor, ranks = about.micro_batches, about.divided_by or 1.0, about.ranks or 1
         if divisor == passes * passes and passes > 2:  # of two, a fourth is more often a weight
             return "twice"

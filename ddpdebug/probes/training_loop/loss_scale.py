@@ -28,6 +28,13 @@ class _Weight(NamedTuple):
     classes: bool  # it is a cross entropy
 
 
+class Reduced(NamedTuple):
+    """What a sum of gradients over ranks is divided by."""
+
+    divisor: float
+    ranks: int
+
+
 class LossScale:
     """The losses that were given to backward since the last step."""
 
@@ -50,8 +57,17 @@ class LossScale:
         if (count := counted(found[0].node) if len(found) == 1 else None) is not None:
             self._counts.append(count)
 
-    def of(self, passes: int, line: str | None, ranks: int) -> Accumulation | None:
-        """Return the divisors of the losses of `passes` backwards; None if they form a mean, or are unknown."""
+    def of(self, passes: int, line: str | None, ranks: int, reduced: Reduced | None = None) -> Accumulation | None:
+        """Return the divisors of the losses of `passes` backwards; None if they form a mean, or are unknown.
+
+        Args:
+            ranks: over which the gradients are averaged.
+            reduced: how their sum over ranks is divided, where that makes no mean of it.
+        """
+        if reduced is not None:
+            known = self.of(passes, line, ranks) is None and self._form_a_mean(passes)
+            about = Accumulation(micro_batches=passes, location=line, ranks=reduced.ranks, reduced_by=reduced.divisor)
+            return about if known else None
         if passes > 1 and len(self._unscaled) == passes:
             return self._about(passes, line, ranks, 1.0)
         chains = [found for found in self._chains if found is not None]
@@ -65,6 +81,11 @@ class LossScale:
             return None
         counts = varying[-1] if varying else self._counts if len(self._counts) == passes else ()
         return self._about(passes, line, ranks, math.prod(fixed), counts)
+
+    def _form_a_mean(self, passes: int) -> bool:
+        """Return whether each of the losses is one mean, divided by the number of backwards and by nothing else."""
+        known = [found for found in self._chains if found is not None and found.mean]
+        return 0 < passes == len(known) and all([math.prod(found.divisors) == passes for found in known])
 
     def _about(
         self, passes: int, line: str | None, ranks: int, divisor: float, counts: Sequence[float] = ()

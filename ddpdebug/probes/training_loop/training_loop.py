@@ -31,6 +31,7 @@ from ddpdebug.probes.loss_line import expression
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.plain_models import PlainModel, PlainModels
 from ddpdebug.probes.record import Part, StepRecord
+from ddpdebug.probes.shard_reductions import ShardSums
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.training_loop.attention_masks import added_masks
@@ -52,7 +53,7 @@ from ddpdebug.probes.training_loop.loss_graph import (
     target_of,
     terms,
 )
-from ddpdebug.probes.training_loop.loss_scale import LossScale
+from ddpdebug.probes.training_loop.loss_scale import LossScale, Reduced
 from ddpdebug.probes.training_loop.loss_settings import Settings
 from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
@@ -865,7 +866,9 @@ class Recipe:
             flags |= Flag.NOT_ONE_LINE
         # what reduces by itself does not average by DDP's rule
         ranks = self._state.world if self._state.wrappers else 1
-        if (sums := loop.losses.of(number, loop.lines[0] if loop.lines else None, ranks)) is not None:
+        line, reduced = loop.lines[0] if loop.lines else None, self._state.since.parts[ShardSums].divided
+        other = [Reduced(*found) for found in reduced if found[0] != found[1]] if len(reduced) == 1 else []
+        if (sums := loop.losses.of(number, line, ranks, *other)) is not None:
             flags |= Flag.MEANS_ADDED
             detail["accumulation"] = sums
         if (twice := self._twice(optimizer)) is not None:
