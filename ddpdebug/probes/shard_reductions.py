@@ -18,12 +18,15 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes import async_copy as device, gradients
 from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.loop_calls import StepCalls
 from ddpdebug.probes.record import Part, StepRecord
 from ddpdebug.probes.shard_gathers import Gathered
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BackwardEnded, Bus, OptimizerBuilt
+from ddpdebug.probes.training_events import BackwardEnded, Bus, GradientsFinal, OptimizerBuilt
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
+#: By how much the factors of two norms differ at most that are one factor, of bfloat16 too.
+_ALIKE = 2.0**-8
 #: Sums of pieces are kept one by one for so many ranks.
 _MOST_PIECES = 64
 
@@ -54,6 +57,8 @@ class ShardSums(Part, key="probe:shard-gradients"):
     places: dict[int, int] = field(default_factory=dict)  # which piece this rank gets, -1 where they have one sum
     copies: dict[int, int] = field(default_factory=dict)  # of what each of them becomes
     after: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    norms: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)  # of `after`, and counts of writes
+    scaled: device.LaterFloats = list  # norms of those that the script has written to since, and theirs before
     divided: set[tuple[float, int]] = field(default_factory=set)  # by what the sums are, and over how many ranks
     flags: int = 0
     is_partial: bool = False  # something was reduced in a way that is not followed
@@ -83,8 +88,9 @@ class ShardSums(Part, key="probe:shard-gradients"):
 
     def columns(self, record: StepRecord) -> dict[str, Any]:
         """Return checksums by slot, whose sums over all ranks must agree."""
+        scaled = {"grads_scaled": _factor(self.scaled())}
         if not record.checked or record.sharding is None or self.is_partial or not (table := self.table(record)):
-            return {"flags": self.flags}
+            return {"flags": self.flags, **scaled}
         copies = dict(zip(record.names, [self.copies.get(key, 1) for key in record.ids], strict=True))
         slots = {name: record.slots[key] for name, key in zip(record.names, record.ids, strict=True)}
         local, norms, reduced = (list[list[float]]([] for _ in range(CHECKSUM_SLOTS)) for _ in range(3))
@@ -93,7 +99,7 @@ class ShardSums(Part, key="probe:shard-gradients"):
             local[slots[name]] += [weight * part for weight, part in zip(weights, own.sums, strict=True)]
             norms[slots[name]].append(own.norm)
             reduced[slots[name]].append(weights[place] * got / copies[name])
-        found: dict[str, Any] = {"flags": self.flags}
+        found: dict[str, Any] = {"flags": self.flags, **scaled}
         for slot in range(CHECKSUM_SLOTS):
             found[f"local_norm_{slot}"] = math.hypot(*norms[slot])
             found[f"local_sum_{slot}"], found[f"reduced_sum_{slot}"] = math.fsum(local[slot]), math.fsum(reduced[slot])
@@ -101,8 +107,9 @@ class ShardSums(Part, key="probe:shard-gradients"):
 
     def let_go(self) -> None:
         """Keep numbers instead of tensors."""
-        numbers = self.read()
-        self.read = lambda: numbers
+        numbers, scaled = self.read(), self.scaled()
+        self.read, self.scaled = lambda: numbers, lambda: scaled
+        self.norms.clear()
         self.terms = [term._replace(norm=None, sums=[None] * len(term.sums)) for term in self.terms]
         self.before, self.after = dict.fromkeys(self.before), dict.fromkeys(self.after)
 
@@ -115,6 +122,7 @@ class ShardReductions:
         self._parameters: dict[int, Any] = {}  # whose gradients the backward that runs has reduced
         bus.on("probe:shard-gradients", OptimizerBuilt, self._place)
         bus.on("probe:shard-gradients", BackwardEnded, self._reduced)
+        bus.on("probe:shard-gradients", GradientsFinal, self._final)
 
     def _place(self, _: OptimizerBuilt) -> None:
         """Look at how FSDP2 reduces gradients, once something has loaded it."""
@@ -164,10 +172,36 @@ class ShardReductions:
             for key, parameter in self._parameters.items():
                 if parameter.grad is not None:  # an optimizer inside of backward has used it
                     sums.after[key] = gradients.sum_of(internals.held_here(parameter.grad))
+            left = [(key, grad) for key, p in self._parameters.items() if (grad := p.grad) is not None]
+            norms = gradients.norms_of([internals.held_here(grad) for _, grad in left])
+            for (key, grad), norm in zip(left, norms, strict=True):
+                sums.norms[key] = norm, internals.version_of(grad)
         self._parameters.clear()
         of_terms = [scalar for term in sums.terms for scalar in (term.norm, *term.sums)]
         every = [*of_terms, *sums.before.values(), *sums.after.values()]
         sums.read = device.numbers([scalar for scalar in every if scalar is not None])
+
+    @staticmethod
+    def _final(event: GradientsFinal) -> None:
+        """Take the norms of shards that the script has written to since backward, not by torch's own clipping."""
+        since = event.record.since
+        known, calls = since.parts[ShardSums].norms, since.parts.get(StepCalls)
+        if not known or (calls is not None and calls.clippings):
+            return
+        given = [(p.grad, *known[id(p)]) for p in event.watch.params if p.grad is not None and id(p) in known]
+        written = [(grad, before) for grad, before, version in given if internals.version_of(grad) != version]
+        if len(written) == len(given) > 1:  # of one alone any change of length may be a factor
+            norms = gradients.norms_of([internals.held_here(grad) for grad, _ in written])
+            since.parts[ShardSums].scaled = device.numbers([*norms, *(before for _, before in written)])
+
+
+def _factor(norms: Sequence[float]) -> float:
+    """Return the factor between norms and as many earlier ones; NaN if there is no one factor for all."""
+    pairs = zip(norms[: len(norms) // 2], norms[len(norms) // 2 :], strict=True)
+    factors = [now / before for now, before in pairs if before > 0]
+    if len(factors) < 2 or not max(factors) - min(factors) <= _ALIKE * max(factors):
+        return math.nan
+    return sum(factors) / len(factors)
 
 
 def _pieces(grad: torch.Tensor, rows: int, number: int) -> list[torch.Tensor]:

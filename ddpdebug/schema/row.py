@@ -216,6 +216,8 @@ class Row(NamedTuple):
     # parameters as FSDP2 has gathered them for the step's forwards and backwards, in checked steps
     gathered_key: int = 0  # the same on all ranks that have gathered from each other, and on no others
     gathered_values: int = 0
+    #: By what the script has multiplied all shards of gradients that this rank holds; NaN: by nothing, or not alike.
+    grads_scaled: float = float("nan")
 
     @property
     def local_sums(self) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 # nproc: 2
 # expect.codes: RCP809
 # expect.ranks: all
-# expect.step: 0..1
+# expect.step: 1
 # plain_pytorch: silent
 """A tagger of sequences; with the fault its layers reduce as those of a recipe with another loss do."""
 import os

@@ -12,6 +12,7 @@ from ddpdebug.detectors.examples import contract, step_at
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import clip_location
 from ddpdebug.schema.announcements import MeshPlace
+from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
 _ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.CLIPPED_SCALED | Flag.CLOSURE
@@ -36,12 +37,19 @@ def _step(norm: Mapping[int, float] | float, *, limit: float = math.inf, flags: 
     return _MESH, replace(step, facts={_MESH.topic: _MESH.values})
 
 
+def _by_hand(*factors: float) -> tuple[Any, ...]:
+    odd = {rank: {"grads_scaled": factor} for rank, factor in enumerate(factors)}
+    step = step_at(3, odd=odd, flags=Flag.CHECKED | Flag.SHARDED, contract=contract(4))
+    return _MESH, replace(step, facts={_MESH.topic: _MESH.values})
+
+
 class WrongClipNorm(Detector):
     """The norm that clipping went by is not that of the whole gradient, each element of it counted once.
 
     Of sharded training: each rank tells the norm of the gradients that it holds at the step, and how many ranks hold
     the same. Squares add up to those of the whole gradient, before clipping has scaled it. `clip_grad_norm_` and
-    `clip_grads_with_norm_` say what they went by.
+    `clip_grads_with_norm_` say what they went by. Where the script multiplies the gradients by hand, all ranks should
+    multiply by one factor.
 
     Impact: a norm of parts differs between ranks: each scales its part of the gradient by another factor, so that
     the direction of the update is wrong and replicated parameters drift apart. One that counts replicas several times
@@ -70,7 +78,7 @@ class WrongClipNorm(Detector):
     code = "SYNC212"
     severity = Severity.ERROR
     title = "gradients are clipped by a norm that is not that of the whole gradient"
-    reads = ("share_norm",)
+    reads = ("share_norm", "grads_scaled")
     of_several = True
     all_ranks = True
     wants = ("contract",)
@@ -85,6 +93,7 @@ class WrongClipNorm(Detector):
         lambda: _step(math.sqrt(4 * 25.0), limit=2.0),
         lambda: _step(math.sqrt(2 * 25.0)),
         lambda: _step(6.0, flags=Flag.CLIPPED_ALL),
+        lambda: _by_hand(0.31, 0.28, 0.31, 1.0),
     )
     silent_on = Examples(
         lambda: _step(_WHOLE, limit=1.0),
@@ -93,12 +102,24 @@ class WrongClipNorm(Detector):
         lambda: _step(5.0, flags=Flag.SKIPPED),
         lambda: _step(5.0, flags=Flag.CLIPPED_SCALED),
         lambda: _step(math.nan),
+        lambda: _by_hand(0.31, 0.31, 0.311, 0.31),
+        lambda: _by_hand(0.31, math.nan, 0.2, 0.31),  # no one factor
     )
 
     def suspects(self, step: Step) -> bool:
-        return self._judged(step) is not None
+        return self._judged(step) is not None or bool(self._scaled(step))
 
     def detect(self, step: Step) -> Findings:
+        if factors := self._scaled(step):
+            yield self.finding(
+                step,
+                title="each rank scales its shards of the gradients by another factor",
+                ranks=tuple(step.rows),
+                subject=(),
+                phase="by hand",
+                location=next((told.location for told in step.answers(Contract).values() if told.location), None),
+                evidence={"factors": factors},
+            )
         if (found := self._judged(step)) is not None:
             whole, counted = found
             used = {str(rank): row.clip_norm for rank, row in step.rows.items()}
@@ -116,6 +137,14 @@ class WrongClipNorm(Detector):
                 },
             )
 
+    def _scaled(self, step: Step) -> dict[str, float]:
+        """Return by what each rank has multiplied the shards that it holds; empty where nothing is wrong."""
+        if not (step.complete and step.all(Flag.SHARDED)) or step.any(_ON_PURPOSE) or not _are_alike(step):
+            return {}
+        factors = {str(rank): row.grads_scaled for rank, row in step.rows.items()}
+        apart = all(value > 0 for value in factors.values()) and len(factors) > 1
+        return factors if apart and max(factors.values()) > (1 + self.norm_apart) * min(factors.values()) else {}
+
     def _judged(self, step: Step) -> tuple[float, str] | None:
         """Return the norm of the whole gradient, and what was counted instead; None where nothing is wrong."""
         if not (step.complete and step.all(Flag.SHARDED) and step.all(Flag.CLIPPED)) or step.any(_ON_PURPOSE):
@@ -126,9 +155,8 @@ class WrongClipNorm(Detector):
             return None
         parts = {rank: row.part_norm / scale[rank] for rank, row in step.rows.items()}
         whole = math.hypot(*(row.share_norm / scale[rank] for rank, row in step.rows.items()))
-        told: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
-        alike = len({fact.model for fact in told.values()}) == 1 and len(told) == len(step.rows)
-        if not 0 < whole < math.inf or not alike:
+        told = _places(step)
+        if not 0 < whole < math.inf or not _are_alike(step):
             return None
         apart = float(self.norm_apart)
         if all(abs(norm - whole) <= apart * whole for norm in used.values()):
@@ -138,6 +166,17 @@ class WrongClipNorm(Detector):
                 return whole, counted
         replicas_agree = all(len({*shown.values()}) == 1 for shown in step.replicas("grads").values())
         return (whole, "") if step.all(Flag.CLIPPED_ALL) and replicas_agree else None
+
+
+def _places(step: Step) -> Mapping[int, MeshPlace]:
+    found: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
+    return found
+
+
+def _are_alike(step: Step) -> bool:
+    """Return whether all ranks are known to hold parts of one model."""
+    told = _places(step)
+    return len({fact.model for fact in told.values()}) == 1 and len(told) == len(step.rows)
 
 
 def _other_sums(parts: Mapping[int, float], told: Mapping[int, MeshPlace]) -> Iterator[tuple[str, dict[int, float]]]:
