@@ -469,7 +469,7 @@ class Entries:
             self._undo.pop()
 
 
-class _Door:
+class _Door(internals.InCode):
     """The looks of one function."""
 
     __slots__ = (*("_after", "_always_ask", "_before", "_entries", "_failed", "_passes", "_run", "_stop", "_who"),)

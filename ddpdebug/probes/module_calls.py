@@ -35,7 +35,7 @@ class Door(Protocol):
         """Observe the exception of a call."""
 
 
-class ModuleCalls:
+class ModuleCalls(internals.InCode):
     """The present observers of module calls."""
 
     def __init__(self, guard: Guard, threads: Threads) -> None:
@@ -111,15 +111,6 @@ class ModuleCalls:
             for hook in self._after:
                 if hook.always_called:
                     hook.look(args[0], args[1:], None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Nobody, ()
-
-
-class _Nobody:
-    """What a copy of all this is: it looks at nothing."""
-
-    idle, of = True, frozenset[int]()
 
 
 class OneModule:

@@ -57,6 +57,7 @@ from ddpdebug.torch_internals.dtensors import (
 from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,
     Around as Around,
+    InCode as InCode,
     lies_around as lies_around,
     look_around as look_around,
 )

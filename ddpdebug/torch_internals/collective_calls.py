@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpdebug.torch_internals import names
-from ddpdebug.torch_internals.function_code import all_of, call_of, weave
+from ddpdebug.torch_internals.function_code import Called, all_of, call_of, weave
 
 #: Function -> what it is given: tensors (or ranks), the rank that it names, and the same as the group numbers it.
 CALLS: dict[str, tuple[str, str, str]] = {
@@ -66,7 +66,7 @@ def look_at_collectives(look: Look, begins: Callable[[], None], ends: Callable[[
         begins: called after the look.
         ends: called as the function returns or raises.
     """
-    looks = {_PLACEHOLDER: look, _BEGINS: begins, _ENDS: ends}
+    looks = {name: Called(call) for name, call in ((_PLACEHOLDER, look), (_BEGINS, begins), (_ENDS, ends))}
     home = dist.distributed_c10d
     undo: list[Callable[[], None] | None] = []
     for name, given in CALLS.items():
@@ -78,7 +78,7 @@ def look_at_collectives(look: Look, begins: Callable[[], None], ends: Callable[[
 
 
 def _with_note(
-    function: FunctionType, name: str, given: tuple[str, str, str], looks: Mapping[str, Any]
+    function: FunctionType, name: str, given: tuple[str, str, str], looks: Mapping[str, Called]
 ) -> Callable[[], None] | None:
     original = function.__code__
     arguments = original.co_varnames[: original.co_argcount + original.co_kwonlyargcount]

@@ -16,8 +16,10 @@ import inspect
 import linecache
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from contextlib import nullcontext
+from functools import partial
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -29,6 +31,33 @@ NOTED = "ddpdebug_noted"
 _LOOK = "ddpdebug: the look around a call"  # stands in the source for it
 _FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 _NO_BODY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class InCode:
+    """What lies in a function's code. Where that code is pickled by value, its copy has one that looks at nothing."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SimpleNamespace, (), {"idle": True, "of": frozenset[int]()}
+
+
+class Called(partial[None], InCode):
+    """A function that is called from a function's code; its copy does nothing."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class Passed(partial[Any], InCode):
+    """A function of one value that returns it, likewise; its copy does that alone."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (cast, None)
 
 
 class Around(Protocol):
@@ -77,9 +106,10 @@ def weave(
     code.
 
     Args:
-        constants: what stands in the code for constants that `change` has written.
+        constants: what stands in the code for constants that `change` has written: an `InCode` each.
         kind: of the change; two of a kind make the same of the same function.
     """
+    assert all([isinstance(one, InCode) for one in constants.values()])
     woven = _woven.get(function)
     if woven is None or function.__code__ is not woven.code:  # somebody else has changed it since
         woven = _Woven(function.__code__)
@@ -118,7 +148,7 @@ def all_of(undo: Iterable[Callable[[], None] | None]) -> Callable[[], None]:
     return undo_all
 
 
-class _Several:
+class _Several(InCode):
     """Several looks around the same calls."""
 
     def __init__(self, looks: Sequence[Any]) -> None:
@@ -220,10 +250,7 @@ def _weave_around(function: FunctionType, look: Around, also: str) -> Callable[[
         assert isinstance(attempt, ast.Try)
         attempt.body = [_in_returns(one, noted, constant) for one in rest]
         whole.body = rest
-        if not isinstance(rest[-1], ast.Return | ast.Raise):
-            last = ast.parse(f"return {constant!r}.ended({noted}, None)").body[0]
-            attempt.body.append(_place(last, rest[-1], at_end=True))
-            whole.body = [*rest, _place(ast.Return(), rest[-1], at_end=True)]
+        attempt.body = _with_end(attempt.body, f"return {constant!r}.ended({noted}, None)")
         definition.body[said:] = [*taken.found, *template.body]
 
     return weave(function, change, {constant: look}, (also, defaults, has_torch))
@@ -246,14 +273,27 @@ def _arguments(arguments: ast.arguments, positional_only: int, defaults: int) ->
     return f"({''.join(f'{one}, ' for one in by_position)})", f"{{{', '.join(entries)}}}"
 
 
-def _place(node: Any, where: ast.stmt, *, at_end: bool = False) -> Any:
-    """Let everything that is new stand where a statement begins, or in its last line."""
-    line, column = (where.end_lineno, where.end_col_offset) if at_end else (where.lineno, where.col_offset)
+def _place(node: Any, where: ast.stmt) -> Any:
+    """Let everything that is new stand where a statement begins."""
     for new in ast.walk(node):
         if isinstance(new, ast.expr | ast.stmt | ast.excepthandler | ast.alias):
-            new.lineno = new.end_lineno = line or where.lineno
-            new.col_offset = new.end_col_offset = column or 0
+            new.lineno = new.end_lineno = where.lineno
+            new.col_offset = new.end_col_offset = where.col_offset
     return node
+
+
+def _with_end(body: list[ast.stmt], text: str) -> list[ast.stmt]:
+    """Return statements with one more where they fall off their end, in the line from which Python returns there."""
+    last = body[-1]
+    if isinstance(last, ast.Return | ast.Raise):
+        return body
+    end = _place(ast.parse(text).body[0], last)
+    if not isinstance(last, ast.If):
+        return [*body, end]
+    branched = copy.copy(last)
+    branched.body = _with_end(last.body, text)
+    branched.orelse = _with_end(last.orelse, text) if last.orelse else [end]
+    return [*body[:-1], branched]
 
 
 class _Globals(ast.NodeTransformer):

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from ddpdebug.torch_internals import names
-from ddpdebug.torch_internals.function_code import all_of, call_of, weave
+from ddpdebug.torch_internals.function_code import Passed, all_of, call_of, weave
 
 #: Those whose value is a loss, and which the modules of the same names call.
 LOSSES = (
@@ -66,7 +66,7 @@ def look_at_losses(look: Callable[[Any, str], None]) -> Callable[[], None]:
         if not isinstance(function, FunctionType) or function.__globals__ is not vars(functional):
             continue  # the user has replaced this function: it is left alone
         source = f"by torch.nn.functional.{name} (--validation-loss functions)"
-        undo.append(weave(function, _in_returns, {_PLACEHOLDER: _seen(look, source)}, _PLACEHOLDER))
+        undo.append(weave(function, _in_returns, {_PLACEHOLDER: Passed(_seen, look, source)}, _PLACEHOLDER))
     return all_of(undo)
 
 
@@ -74,12 +74,9 @@ def _in_returns(tree: ast.Module, _: ast.FunctionDef) -> None:
     ast.fix_missing_locations(_Returns().visit(tree))
 
 
-def _seen(look: Callable[[Any, str], None], source: str) -> Callable[[Any], Any]:
-    def seen(result: Any) -> Any:
-        look(result, source)
-        return result
-
-    return seen
+def _seen(look: Callable[[Any, str], None], source: str, result: Any) -> Any:
+    look(result, source)
+    return result
 
 
 class _Returns(ast.NodeTransformer):
