@@ -63,7 +63,9 @@ def branches(value: int) -> None:
 
 def loop(value: int) -> None:
     for one in range(value):
-        _SEEN.append(one + 1)
+        if one >= 0:
+            _SEEN.append(one)
+            continue
 
 
 def context(value: int) -> None:
