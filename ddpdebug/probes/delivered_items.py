@@ -105,9 +105,10 @@ class DeliveredItems:
         """Record the start of an epoch; results of an interrupted epoch before it are announced now."""
         source = self._sources.get(loader)
         if source is None and _can_be_followed(loader) and length is not None and length > 1:
-            collates = loader.collate_fn is default_collate
+            own = attributes_of(loader)
+            collates, works = own.get("collate_fn") is default_collate, bool(own.get("num_workers"))
             source = self._sources[loader] = _Source(
-                weakref.ref(loader), number, collates, _followed(length), loader.num_workers > 0, user_location()
+                weakref.ref(loader), number, collates, _followed(length), works, user_location()
             )
             source.length = length
         if source is not None:
@@ -201,7 +202,7 @@ class DeliveredItems:
         elif source.trains and source.drawn >= _OFTEN * len(few) and source.drawn >= 4 * _FEW:
             source.few, loader = None, source.loader()
             told = RepeatedDeliveries(batches=0, again=0, drawn=source.drawn, different=len(few), length=source.length)
-            workers = 0 if loader is None else loader.num_workers
+            workers = attributes_of(loader).get("num_workers") or 0
             self._announce(replace(told, workers=workers, location=source.location, step=self._state.next_step()))
 
     def _compare(self, source: _Source) -> None:
@@ -252,8 +253,9 @@ class DeliveredItems:
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler that draws the single indices of a loader, as far as known."""
-    inner = attributes_of(loader.batch_sampler).get("sampler")
-    return loader.sampler if inner is None else inner
+    own = attributes_of(loader)
+    inner = attributes_of(own.get("batch_sampler")).get("sampler")
+    return own.get("sampler") if inner is None else inner
 
 
 def _numbers(sampler: Any) -> dict[str, int | float]:
@@ -269,8 +271,9 @@ def _is_sorted(order: Sequence[int]) -> bool:
 
 
 def _can_be_followed(loader: DataLoader[Any]) -> bool:
-    map_style = not is_a(loader.dataset, IterableDataset)
-    return map_style and loader.batch_sampler is not None and getattr(loader, "in_order", True)
+    own = attributes_of(loader)
+    map_style = not is_a(own.get("dataset"), IterableDataset)
+    return map_style and own.get("batch_sampler") is not None and bool(own.get("in_order", True))
 
 
 def _followed(length: int) -> frozenset[int]:

@@ -61,9 +61,13 @@ def length_of(value: Any, depth: int = 0) -> int | None:  # noqa: PLR0911 - one 
 
 def batches_of(loader: DataLoader[Any]) -> int | None:
     """Return the number of a loader's batches; None for an iterable data set."""
-    if of_class(type(loader), "__len__") is not vars(DataLoader)["__len__"] or is_a(loader.dataset, IterableDataset):
+    own = attributes_of(loader)
+    if of_class(type(loader), "__len__") is not vars(DataLoader)["__len__"] or is_a(
+        own.get("dataset"), IterableDataset
+    ):
         return None
-    return length_of(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    batches = own.get("batch_sampler")
+    return length_of(own.get("sampler") if batches is None else batches)
 
 
 def _batches(samples: int | None, size: Any, drop_last: Any) -> int | None:

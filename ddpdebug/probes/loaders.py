@@ -100,9 +100,11 @@ class Loaders:
     def begin(self, event: EpochBegan) -> None:
         """Record the start of an epoch."""
         loader = event.loader
+        own = attributes_of(loader)  # of which a subclass may have made properties
+        dataset = own.get("dataset")
         known = self._known.get(loader)
         if known is None:
-            held = dict(held_by(loader.dataset))
+            held = dict(held_by(dataset))
             used = {other["index"] for other in self._known.values()}
             known = {
                 "index": min({*range(len(used) + 1)} - used),  # not that of a living one
@@ -113,16 +115,16 @@ class Loaders:
             self._known[loader] = known
         known["iterations"] += 1
         self._newest = known["index"]
-        self.samples = length_of(loader.dataset)
+        self.samples = length_of(dataset)
         self._whole = batches_of(loader) == 1
         self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()
         about = {key: known[key] for key in ("iterations", "attributes", "content")}
-        streams = self._state.world > 1 and is_a(loader.dataset, IterableDataset)
+        streams = self._state.world > 1 and is_a(dataset, IterableDataset)
         place = {"loader": known["index"], "iterations": known["iterations"], "began": step, "batches": 0}
         self._begun = place if streams else None
-        split, line = self._splits.of(loader.dataset), user_location()
-        self._pairs.setdefault(known["index"], _Pairs(loader.num_workers, line))
+        split, line = self._splits.of(dataset), user_location()
+        self._pairs.setdefault(known["index"], _Pairs(own.get("num_workers") or 0, line))
         self._announce(Loader(**_settings(loader), **about, indices=split, location=line, step=step), known["index"])
 
     def _subset_made(self, event: SubsetMade) -> None:
@@ -196,20 +198,20 @@ class Loaders:
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    sampler = sampler_of(loader)
+    sampler, given = sampler_of(loader), attributes_of(loader)
     own = attributes_of(sampler)
     distributed = is_a(sampler, DistributedSampler) or "num_replicas" in own
     settings: dict[str, Any] = {
         "sampler": type(sampler).__name__,
         "distributed": distributed,
-        "length": length_of(loader.dataset),
-        "batch_size": loader.batch_size,
+        "length": length_of(given.get("dataset")),
+        "batch_size": given.get("batch_size"),
         "batches": batches_of(loader),
-        "workers": loader.num_workers,
-        "prefetch": loader.prefetch_factor,
-        "persistent": loader.persistent_workers,
-        "pinned": loader.pin_memory,
-        "dataset": source_of(loader.dataset),
+        "workers": given.get("num_workers"),
+        "prefetch": given.get("prefetch_factor"),
+        "persistent": given.get("persistent_workers"),
+        "pinned": given.get("pin_memory"),
+        "dataset": source_of(given.get("dataset")),
     }
     for key, name in (("replicas", "num_replicas"), ("rank", "rank"), ("seed", "seed"), ("epoch", "epoch")):
         settings[key] = own.get(name) if distributed else None
