@@ -731,6 +731,10 @@ class LossBroadcast(Announcement):
     result: tuple[int, ...] = ()  # shape of the table
     explicit: bool = False  # the prediction was given a new dimension for it
     layer: str | None = None  # class of one that took the samples for time; `prediction` is the shape of its input
+    #: What else takes one dimension for another: a view of a layer's result whose shape is `prediction`, a softmax
+    #: before the loss, or one of attention weights of that shape, which are `summed` over these dimensions.
+    mixed: Literal["view", "softmax", "attention"] | None = None
+    summed: tuple[int, ...] = ()
     location: str | None = None
 
 

@@ -141,6 +141,12 @@ def saved_number(node: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def saved_numbers(node: Any, name: str) -> list[int]:
+    """Return the saved integers of a node, such as dimensions; empty if there are none."""
+    value = getattr(node, f"{names.SAVED}{name}", None)
+    return [one - (1 << 64) * (one >= 1 << 63) for one in value] if isinstance(value, tuple) else []
+
+
 def saved_setting(node: Any, name: str) -> float | None:
     """Return a saved number of a node; None if there is none."""
     value = getattr(node, f"{names.SAVED}{name}", None)

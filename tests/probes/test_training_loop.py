@@ -1138,15 +1138,16 @@ def test_float16_has_a_loss_scale(dtype: torch.dtype, *, scaled: bool, told: str
 
 def test_a_module_that_was_said_to_be_frozen() -> None:
     """An attribute of a module freezes nothing; one whose parameters are frozen may have it."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad = model[1].requires_grad = False
     model[1].requires_grad_(False)
+    model[2].weight.required_grad, model[2].bias.is_frozen = False, False
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     audit = Audit(Built())
     audit.built(optimizer)
     model(torch.ones(1, 4)).sum().backward()
     told = [audit.at_step(step, optimizer, [PlainModel(model, 0)]) for step in (0, 1)]
-    assert [getattr(fact, "attribute", None) for fact in told] == [None, ("0",)]
+    assert [getattr(fact, "attribute", None) for fact in told] == [None, ("0", "2.weight")]
 
 
 def test_modes_matter_where_the_model_trains() -> None:

@@ -40,9 +40,12 @@ _OUTPUT: Fields = {
 
 
 _ATTRIBUTE: Fields = {
-    "title": "a module meant to be frozen still trains: `requires_grad` was set on the module, not on its parameters",
+    "title": "what was meant to be frozen still trains: an attribute was set that torch does not read",
     "phase": "attribute",
-    "causes": ("`module.requires_grad = False` makes an attribute that nobody reads: only parameters have one",),
+    "causes": (
+        "`module.requires_grad = False` makes an attribute that nobody reads: only parameters have one",
+        "`requires_grad` of a parameter is spelt in another way: a new attribute, and no error",
+    ),
     "actions": ("`module.requires_grad_(False)`, before DDP and optimizer are built",),
 }
 

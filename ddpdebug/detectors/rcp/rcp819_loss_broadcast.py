@@ -27,6 +27,41 @@ _AXES: Fields = {
     "actions": ("give the layer `batch_first=True`, or its input as (time, batch, features)",),
 }
 
+_MIXED: dict[str, Fields] = {
+    "view": {
+        "title": "a view takes other dimensions than the last layer's features for the classes of the loss",
+        "causes": (
+            "`view(-1, classes)` of (batch, classes, height, width): its rows are runs of pixels",
+            "`view(batch, classes, time)` of (batch, time, classes) for a loss that wants the classes second",
+            "intended: the features are no classes, and as many by chance",
+        ),
+        "actions": (
+            "give the loss (batch, classes, ...) as it is, or `permute` the classes to the end before the view",
+        ),
+    },
+    "softmax": {
+        "title": "the softmax before the loss runs over another dimension than the classes",
+        "causes": (
+            "`log_softmax(x, dim=0)` normalises over the samples of the batch",
+            "a softmax without `dim`, which takes the first dimension of three",
+        ),
+        "actions": ("`log_softmax(x, dim=1)`, or `F.cross_entropy` of the logits, which knows the dimension",),
+    },
+    "attention": {
+        "severity": Severity.WARNING,
+        "title": "attention is normalised over the queries: the weights that are added up do not add up to one",
+        "causes": (
+            "a softmax over another dimension of the scores than that of the keys",
+            "keys and queries have changed places in the product, and not in the softmax",
+            "intended: slots that compete for their inputs, without a division afterwards",
+        ),
+        "actions": (
+            "`softmax(dim=-1)` of scores (..., queries, keys), or `F.scaled_dot_product_attention`",
+            "print `weights.sum(-1)`: ones",
+        ),
+    },
+}
+
 
 def _spread(prediction: list[int], result: list[int], **more: Any) -> tuple[Facts]:
     return (Facts(topic="alone:loss", values={1: {**_FACT, "prediction": prediction, "result": result, **more}}),)
@@ -35,7 +70,8 @@ def _spread(prediction: list[int], result: list[int], **more: Any) -> tuple[Fact
 class LossBroadcast(EventRule):
     """Prediction and target broadcast, such as (N, 1) against (N,), so that the loss averages over an N x N table.
 
-    Or a layer takes the samples of a batch for the steps of a sequence.
+    Or one dimension is taken for another: a layer takes the samples of a batch for the steps of a sequence, a view the
+    pixels for the classes, a softmax the queries of attention for its keys. Shapes fit, and nothing raises.
 
     Impact: every prediction is compared with every target: a squared loss then pulls all outputs to the mean of the
     batch, and the loss stops near the targets' variance.
@@ -65,6 +101,8 @@ class LossBroadcast(EventRule):
         lambda: (*steps(2), *_spread([32], [32, 32])),
         lambda: _spread([2, 1], [2, 2]),
         lambda: _spread([32, 10, 8], [], layer="LSTM"),
+        lambda: _spread([8, 4, 16, 16], [2048, 4], mixed="view"),
+        lambda: _spread([8, 16, 16], [], mixed="attention", summed=[2]),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -80,6 +118,10 @@ class LossBroadcast(EventRule):
     )
 
     def judge(self, fact: announcements.LossBroadcast) -> Fields | None:
+        if fact.mixed is not None:
+            shown = {"before": list(fact.prediction), "loss_of": list(fact.result), "summed_over": list(fact.summed)}
+            evidence = {name: value for name, value in shown.items() if value}
+            return {"subject": (fact.loss,), "phase": fact.mixed, "evidence": evidence, **_MIXED[fact.mixed]}
         if fact.layer is not None:
             return {"subject": (fact.layer,), "evidence": {"input": list(fact.prediction)}, **_AXES}
         rows, columns = fact.result if len(fact.result) == 2 else (0, 0)

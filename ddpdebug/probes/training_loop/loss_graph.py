@@ -34,13 +34,13 @@ FORM = frozenset(
 )
 _SCALAR_SUMS = frozenset({"AddBackward0", "SumBackward0", "StackBackward0", "ToCopyBackward0", "SqueezeBackward0"})
 _SCALED = frozenset({"DivBackward0", "MulBackward0"})
-_CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _CTC = ("CtcLoss", "CudnnCtcLoss")
 _BINARY = frozenset({"BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"})
 _ELEMENTWISE = frozenset({"MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"})
 _MEANS = frozenset({"MeanBackward0"})
 _SIGNED = frozenset({"SoftMarginLossBackward0"})
-_LOSSES = _CLASSES | _BINARY | _ELEMENTWISE | _MEANS | _SIGNED
+_LOSSES = CLASSES | _BINARY | _ELEMENTWISE | _MEANS | _SIGNED
 _SUMS = frozenset({"SumBackward0"})
 _PAIRS = frozenset({"SubBackward0", "MulBackward0", "RsubBackward1"})
 _SOFTMAX = frozenset({"LogSoftmaxBackward0", "SoftmaxBackward0"})
@@ -50,7 +50,7 @@ _AFTER_SOFTMAX = frozenset(
         *FORM,
         *_SCALAR_SUMS,
         *_SCALED,
-        *_CLASSES,
+        *CLASSES,
         *_MEANS,
         "NegBackward0",
         "DivBackward1",
@@ -105,11 +105,16 @@ def terms(root: torch.Tensor, *, by_scaler: bool) -> list[Term]:
         name = graph.name_of(node)
         if name in _LOSSES:
             found.append(Term(node, scaled))
-        elif name in _SCALED or name in _SCALAR_SUMS or name == "NegBackward0":
+        elif name in _SCALED or name in _SCALAR_SUMS or name == "NegBackward0" or _subtracts_losses(node):
             waiting += [(below, scaled or name in _SCALED) for below, _ in node.next_functions]
-        elif name in FORM and graph.name_of(below := _below_form(node)) in _CLASSES:
+        elif name in FORM and graph.name_of(below := _below_form(node)) in CLASSES:
             found.append(Term(below, scaled))  # one number for each label, in another form: as masks have it
     return found
+
+
+def _subtracts_losses(node: Any) -> bool:
+    """Return whether a term of a loss is taken off another, as a bonus for entropy is."""
+    return graph.name_of(node) == "SubBackward0" and graph.shape_at(node) == ()
 
 
 def _below_form(node: Any) -> Any:
@@ -178,7 +183,7 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
     if node is not None and is_sink(node):
         node = _below(node, root.output_nr) if node is root.grad_fn else None
     for _ in range(_MAX_POINTWISE):
-        if node is None or graph.name_of(node) in _CLASSES:
+        if node is None or graph.name_of(node) in CLASSES:
             break
         number = scaled_by(node)
         if number is not None:
@@ -188,7 +193,7 @@ def share(root: torch.Tensor, *, by_scaler: bool) -> Callable[[], float] | None:
         elif graph.name_of(node) not in FORM:
             return None
         node = _below(node)
-    if node is None or graph.name_of(node) not in _CLASSES or graph.saved_number(node, "reduction") != _SUM:
+    if node is None or graph.name_of(node) not in CLASSES or graph.saved_number(node, "reduction") != _SUM:
         return None
     count = graph.saved_tensor(node, "total_weight")
     return None if count is None else _quotient(count, product, there)
@@ -257,7 +262,7 @@ def is_mean(term: Term) -> bool:
 
 def takes_classes(term: Term) -> bool:
     """Return whether a loss function takes class indices as targets."""
-    return graph.name_of(term.node) in _CLASSES
+    return graph.name_of(term.node) in CLASSES
 
 
 #: What one loss function shows of how it is used.
@@ -268,8 +273,8 @@ def facts(term: Term) -> Iterator[Fact]:
     """Yield facts about one loss function: the origin of its input, the range of its targets, broadcasting."""
     node = term.node
     name = graph.name_of(node)
-    if name in _CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
-        own = graph.saved_tensor(node, "self") if name in _CLASSES else None
+    if name in CLASSES or name == "BinaryCrossEntropyWithLogitsBackward0":
+        own = graph.saved_tensor(node, "self") if name in CLASSES else None
         total = None if own is None else _total(own.movedim(1, -1) if own.dim() > 1 else own)
         yield LossInput(loss=plain_name(name), before=_made_by(node), shape=_shape(node) or (), total=total)
     if name in _BINARY and (span := _range(graph.saved_tensor(node, "target"))) is not None:
@@ -392,12 +397,12 @@ def gist(fact: Fact) -> Hashable:
     if isinstance(fact, TargetCases):
         return fact.loss
     sizes = fact.prediction + fact.result
-    return fact.loss, fact.explicit, len(fact.prediction), tuple([sizes.index(size) for size in sizes])
+    return fact.loss, fact.explicit, fact.mixed, len(fact.prediction), tuple([sizes.index(size) for size in sizes])
 
 
 def target_of(term: Term) -> tuple[torch.Tensor | None, int]:
     """Return the class labels that a loss was given, and its ignored label."""
-    if graph.name_of(term.node) not in _CLASSES:
+    if graph.name_of(term.node) not in CLASSES:
         return None, 0
     ignored = graph.saved_number(term.node, "ignore_index")
     return graph.saved_tensor(term.node, "target"), -100 if ignored is None else ignored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.isolation.foreign import is_a
+from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.probes.built import Built
 from ddpdebug.probes.ddp_wrapper import Wrapper
 from ddpdebug.probes.plain_models import PlainModel
@@ -22,6 +23,8 @@ from ddpdebug.torch_internals.graph import leaf_of, saved_tensor
 #: Steps of a stage's optimizer in which is looked: at both things, at who holds what again, at what is frozen again.
 FIRST, AGAIN, LATER = 1, 3, 32
 _MAX_NAMES = 20
+#: How alike a name is to the one that was meant, of 1; with one or two slips it is so much at least.
+_SLIP = 0.85
 _MAX_NODES = 20_000
 _MAX_DEPTH = 2
 #: A model ends in an output layer of so many matrices, with at most this share of the elements of all; more is a
@@ -220,17 +223,24 @@ def _only_norms(optimizer: torch.optim.Optimizer, wrappers: Sequence[Wrapper | P
 
 
 def _said_frozen(wrappers: Sequence[Wrapper | PlainModel]) -> tuple[str, ...]:
-    """Name the modules that train and have got an attribute that torch reads of parameters only."""
-    modules = (
-        part for wrapper in wrappers if (m := wrapper.module()) is not None for part in internals.named_modules(m)
-    )
-    named = [
-        name or "the model"
-        for name, module in modules
-        if vars(module).get("requires_grad") is False
-        and any([p.requires_grad and p.grad is not None for p in internals.parameters(module)])
-    ]
-    return tuple(named[:_MAX_NAMES])
+    """Name what trains and has got an attribute that torch does not read: of a module, or with a slip in its name."""
+    found: list[str] = []
+    for module in (m for wrapper in wrappers if (m := wrapper.module()) is not None):
+        for name, part in internals.named_modules(module):
+            if _is_set(part, "requires_grad") and any(map(_trains, internals.parameters(part))):
+                found.append(name or "the model")
+        found += [name for name, p in internals.named_parameters(module) if _is_set(p) and _trains(p)]
+    return tuple(found[:_MAX_NAMES])
+
+
+def _trains(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and parameter.grad is not None
+
+
+def _is_set(owner: Any, *more: str) -> bool:
+    """Return whether a false attribute of the script's is called nearly as `requires_grad` is, or as one of `more`."""
+    names = [name for name, value in attributes_of(owner).items() if value is False and not name.startswith("_")]
+    return any([name in more or get_close_matches("requires_grad", [name], 1, _SLIP) != [] for name in names])
 
 
 def unregistered(

@@ -37,6 +37,7 @@ from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.training_loop.attention_masks import added_masks
 from ddpdebug.probes.training_loop.beside import Beside
 from ddpdebug.probes.training_loop.detached_parts import Cuts
+from ddpdebug.probes.training_loop.dimensions import mixed_up
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.frozen_moves import FrozenMoves
 from ddpdebug.probes.training_loop.input_statistics import Inputs
@@ -650,6 +651,8 @@ class Recipe:
 
     def _look_at_first(self, found: list[Term], root: torch.Tensor, scale: float | None, line: str | None) -> None:
         """Look at what only the first loss of a line shows."""
+        for mixed in self._run("probe:axes", mixed_up, found, root) or ():
+            self._tell_once(mixed, line)
         if (single := softmax_of_one(root)) is not None:
             self.tell(replace(single, location=expression(user_frame()) or line))
         if not self._state.next_step() and len(found) == 1:
