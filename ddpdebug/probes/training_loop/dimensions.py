@@ -161,7 +161,7 @@ def _below(place: Place, passed: frozenset[str]) -> Place | None:  # noqa: PLR09
         source = None if below is None else graph.shape_at(below, at)
         found = None if source is None else _through_view(shape, source, dims)
         return None if found is None else (below, at, found)
-    if name in {"TransposeBackward0", "TransposeBackward1", "TBackward0"}:
+    if name in {"TransposeBackward0", "TBackward0"}:
         first, second = (0, 1) if name == "TBackward0" else (graph.saved_number(node, key) for key in ("dim0", "dim1"))
         if first is None or second is None or not shape:
             return None

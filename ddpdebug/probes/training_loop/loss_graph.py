@@ -517,15 +517,15 @@ def _spreads(node: Any) -> Iterator[LossBroadcast]:
             and target is not None
             and 0 in target.stride()
         ):
-            yield from _spread(node, made, made.next_functions[0][0])
+            yield from _spread(node, made, *made.next_functions[0])
     if graph.name_of(node) not in _MEANS:
         return
     for made in _pointwise(node.next_functions[0][0]):
-        operands = [below for below, _ in made.next_functions]
-        known = [below for below in operands if below is not None]
+        operands = made.next_functions
+        known = [operand for operand in operands if operand[0] is not None]
         if graph.name_of(made) not in _PAIRS or len(known) != 1 or len(operands) < 2:
             continue
-        for found in _spread(node, made, known[0]):
+        for found in _spread(node, made, *known[0]):
             factors = [t for name in ("self", "other") if (t := graph.saved_tensor(made, name)) is not None]
             if graph.name_of(made) != "MulBackward0" or any([t.numel() < math.prod(found.result) for t in factors]):
                 yield found
@@ -545,9 +545,10 @@ def _pointwise(start: Any) -> Iterator[Any]:
             waiting += list(dict.fromkeys(below for below, _ in made.next_functions))
 
 
-def _spread(loss: Any, made: Any, prediction: Any) -> Iterator[LossBroadcast]:
-    """Yield both shapes where an operation has spread a prediction."""
-    own, result = (None if node is None else graph.shape_at(node) for node in (prediction, made))
+def _spread(loss: Any, made: Any, prediction: Any, index: int) -> Iterator[LossBroadcast]:
+    """Yield both shapes where an operation has spread a prediction, which is one of the results of its node."""
+    own = None if prediction is None else graph.shape_at(prediction, index)
+    result = None if made is None else graph.shape_at(made)
     if own is not None and result is not None and own != result:
         explicit = graph.name_of(prediction) == "UnsqueezeBackward0"
         yield LossBroadcast(loss=plain_name(graph.name_of(loss)), prediction=own, result=result, explicit=explicit)
