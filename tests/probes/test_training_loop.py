@@ -161,6 +161,8 @@ def test_broadcast_in_the_loss() -> None:
     off, weight = square.abs(), torch.rand(8)
     assert codes((torch.where(off < 1, 0.5 * off**2, off - 0.5) * weight).mean()) == ["RCP819"]
     assert codes((1 + square**2).log().mean()) == ["RCP819"]
+    value = torch.randn(8, 4, requires_grad=True).split([3, 1], 1)[1]  # one of several results of a model
+    assert codes(value.sum() + 0.5 * (value - t).pow(2).mean() - 0.01 * value.exp().mean()) == ["RCP819"]
     flat = torch.randn(8, requires_grad=True) * 1
     for loss in (
         ((flat - t) ** 2).mean(),

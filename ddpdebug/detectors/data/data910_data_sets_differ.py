@@ -54,6 +54,8 @@ _SAID = {
 }
 #: Batches of each rank that are remembered.
 _HISTORY = 4096
+#: Passes that have begun and whose steps may not all have been judged.
+_PASSES = 64
 _OVERLAP = (
     "a sampler of the script's own whose parts overlap: an offset by another number than the length of a part",
     "a resume that restored the list of one rank, and dealt out anew on the others",
@@ -143,6 +145,12 @@ def _facts(**odd: Any) -> Facts:
 def _shifted(number: int) -> Step:
     """One rank reads what the other one read two steps ago."""
     own = {rank: {"record_digest": digest(60, number - 2 * rank)} for rank in range(2)}
+    return step_at(number, world=2, odd=own)
+
+
+def _dealt_anew(number: int) -> Step:
+    """Two passes of six steps; in the second each rank reads what the other one has read in the first."""
+    own = {rank: {"record_digest": digest(60, number % 6 * 2 + (rank + number // 6) % 2)} for rank in range(2)}
     return step_at(number, world=2, odd=own)
 
 
@@ -310,12 +318,17 @@ class DataSetsDiffer(Detector):
             topic="loader:0", values={0: _PLAIN, 1: {**_PLAIN, "length": 700, "attributes": {"dataset.x": "q"}}}
         ),
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
+        lambda: (
+            *(Facts(topic="loader:0", values=dict.fromkeys(range(2), {**_PLAIN, "step": at})) for at in (0, 6)),
+            *(_dealt_anew(n) for n in range(12)),
+        ),
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2, record_digest=5)),
     )
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._epoch = 0  # passes over loaders announced so far
+        #: Rank -> step at which it has begun a pass over a loader, and the number of the pass; the newest ones.
+        self._begun_at: dict[int, list[tuple[int, int]]] = {}
         self._seen: dict[int, tuple[int, list[int]]] = {}  # fingerprint -> (epoch, ranks that had it, the first first)
         self._overlaps: list[tuple[int, int, int]] = []  # (step, rank, rank that had it first)
         self._loaders: dict[str, Mapping[int, Loader]] = {}  # number -> what was told of it last
@@ -402,7 +415,9 @@ class DataSetsDiffer(Detector):
 
     def _begun(self, topic: str, facts: Mapping[int, Loader]) -> Findings:
         told = dict(facts)
-        self._epoch += 1
+        for rank, fact in told.items():  # which comes before the steps of the pass, and before some of the last one
+            known = self._begun_at.setdefault(rank, [])
+            self._begun_at[rank] = [*known[-_PASSES:], (fact.step or 0, known[-1][1] + 1 if known else 1)]
         self._overlaps.clear()
         if len(told) < 2:
             return
@@ -454,22 +469,24 @@ class DataSetsDiffer(Detector):
         )
 
     def detect(self, step: Step) -> Findings:
-        if step.optimizer or len(step.rows) < 2 or not self._epoch:
+        if step.optimizer or len(step.rows) < 2 or not self._begun_at:
             return
         name = next((n for n in ("record_digest", "batch_digest") if step.known(n)), None)
         if name is None:
             return
         shown = {rank: int(getattr(row, name)) for rank, row in step.rows.items()}
+        begun = {rank: [n for at, n in self._begun_at.get(rank, ()) if at <= step.step] for rank in shown}
+        now = {rank: max(numbers, default=0) for rank, numbers in begun.items()}
         for rank, value in shown.items():
             epoch, ranks = self._seen.get(value, (-1, []))
             # what a rank itself has again is no sign of shards that overlap: equal samples (DATA906)
-            if epoch == self._epoch and rank not in ranks and not any(shown.get(other) == value for other in ranks):
+            if epoch == now[rank] and rank not in ranks and not any(shown.get(other) == value for other in ranks):
                 self._overlaps.append((step.step, rank, ranks[0]))
         for rank, value in shown.items():
             epoch, ranks = self._seen.get(value, (-1, []))
-            if epoch != self._epoch:
+            if epoch != now[rank]:
                 ranks = []
-                self._seen[value] = self._epoch, ranks
+                self._seen[value] = now[rank], ranks
             if rank not in ranks:
                 ranks.append(rank)
         while len(self._seen) > _HISTORY * len(step.rows):
