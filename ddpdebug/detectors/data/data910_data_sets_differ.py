@@ -319,7 +319,7 @@ class DataSetsDiffer(Detector):
         ),
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2)),
         lambda: (
-            *(Facts(topic="loader:0", values=dict.fromkeys(range(2), {**_PLAIN, "step": at})) for at in (0, 6)),
+            *(Facts(topic="loader:0", values={r: {**_PLAIN, "step": at} for r in range(2)}) for at in (0, 6)),
             *(_dealt_anew(n) for n in range(12)),
         ),
         lambda: (Facts(topic="loader:0", values={0: _PLAIN, 1: _PLAIN}), *steps(8, world=2, record_digest=5)),
