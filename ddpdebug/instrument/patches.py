@@ -342,16 +342,16 @@ class Patches:
 
     def _scaler_steps(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._steps_before = self._steps + self._unwatched.begun
-        if scaler.is_enabled():
+        if internals.is_scaling(scaler):
             self._bus.emit(events.ScalerSteps(scaler, optimizer))
 
     def _scaler_stepped(self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any) -> None:
-        if self._steps + self._unwatched.begun == self._steps_before and scaler.is_enabled():
+        if self._steps + self._unwatched.begun == self._steps_before and internals.is_scaling(scaler):
             self._unwatched.wake()
             self._bus.emit(events.StepSkipped(optimizer))
 
     def _scaled(self, _: Any, scaler: Any, *__: Any, **___: Any) -> None:
-        if not scaler.is_enabled():
+        if not internals.is_scaling(scaler):
             self._bus.emit(events.LossScaled(None))
         elif (scale := internals.scale_of(scaler)) is not None:
             self._bus.emit(events.LossScaled(scale))

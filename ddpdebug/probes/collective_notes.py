@@ -192,7 +192,7 @@ class CollectiveNotes:
         if not self._is_placed:  # nobody else waits for this rank
             return
         for wrapper in self._state.wrappers:
-            if (ddp := wrapper.ref()) is not None and ddp.require_backward_grad_sync:
+            if (ddp := wrapper.ref()) is not None and internals.reduces_next(ddp):
                 self._of_ddp(REDUCTIONS, ddp)
 
     def _of_ddp(self, operation: str, ddp: DistributedDataParallel) -> None:

@@ -99,7 +99,7 @@ class Wrapper:
         session = internals.join_session(ddp)
         self.unpaired = self.unpaired or (self._join is not None and session is not self._join)
         self._join = session
-        self.armed = self.armed or bool(ddp.require_backward_grad_sync)
+        self.armed = self.armed or internals.reduces_next(ddp)
         self.in_place = internals.reduces_in_place(ddp)
         if not self.armed:
             self.forward_in_no_sync, self.forward_location = in_no_sync, location
@@ -107,7 +107,7 @@ class Wrapper:
     def end_backward(self, location: str | None) -> bool:
         """Record the end of a backward in which gradients arrived; return whether DDP reduced them."""
         ddp = self.ref()
-        flag_now = bool(ddp is not None and ddp.require_backward_grad_sync)
+        flag_now = ddp is not None and internals.reduces_next(ddp)
         # A forward may run any number of backwards inside (a trainer that wraps its whole training step).
         synced = (self.armed and self.forwards > 0) or (self.in_forward and flag_now)
         if synced:

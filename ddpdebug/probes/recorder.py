@@ -193,7 +193,7 @@ class Recorder:
             ):
                 noted.eval_batch.append(_digests(event.tensors, _BATCH_BYTES))
             return
-        location = None if ddp.require_backward_grad_sync else user_location()
+        location = None if internals.reduces_next(ddp) else user_location()
         wrapper.begin_forward(ddp, in_no_sync=self._models.in_no_sync(ddp), location=location)
         step = self._state.next_step()
         for told in self._guard.run("probe:constants", wrapper.settings.at_forward, ddp.module, step) or ():

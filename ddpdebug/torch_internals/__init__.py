@@ -441,7 +441,12 @@ def group_ranks(ddp: DistributedDataParallel) -> list[int]:
 
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether DDP broadcasts buffers (`forward_sync_buffers`, formerly `broadcast_buffers`)."""
-    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+    return bool(own_attribute(ddp, "forward_sync_buffers", own_attribute(ddp, "broadcast_buffers", True)))
+
+
+def reduces_next(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP reduces in the backward of a forward that begins now: outside of `no_sync`."""
+    return bool(own_attribute(ddp, "require_backward_grad_sync", True))
 
 
 def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
@@ -453,7 +458,7 @@ def syncs_buffers_now(ddp: DistributedDataParallel) -> bool:
 def reduces_in_place(ddp: DistributedDataParallel) -> bool:
     """Whether the wrapper's reduction may change `.grad` before the backward has ended."""
     attributes = ("gradient_as_bucket_view", "static_graph", "mixed_precision", names.PYTHON_REDUCER)
-    return any([getattr(ddp, name, None) for name in attributes])
+    return any([own_attribute(ddp, name) for name in attributes])
 
 
 def join_session(ddp: DistributedDataParallel) -> object | None:
@@ -601,9 +606,14 @@ def found_inf_of(optimizer: object) -> torch.Tensor | None:
 # --- AMP --------------------------------------------------------------------------------------------------------------
 
 
+def is_scaling(scaler: Any) -> bool:
+    """Whether a GradScaler is enabled."""
+    return bool(own_attribute(scaler, names.SCALES))
+
+
 def scale_of(scaler: Any) -> torch.Tensor | None:
     """Return GradScaler's scale tensor without a device synchronisation; None before its first use."""
-    scale = getattr(scaler, names.SCALE, None)
+    scale = own_attribute(scaler, names.SCALE)
     return scale if isinstance(scale, torch.Tensor) else None
 
 

@@ -168,6 +168,7 @@ SINK = (
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 _OPTIMIZER = Feature("scaler and schedulers", "the loss scale and skipped steps are not known")
+SCALES = key("torch.amp.GradScaler._enabled", _OPTIMIZER, stored_by="torch.amp.GradScaler.__init__")
 SCALE = key("torch.amp.GradScaler._scale", _OPTIMIZER, stored_by="torch.amp.GradScaler.__init__")
 FOUND_INF = key(
     "torch.optim.Optimizer.found_inf",

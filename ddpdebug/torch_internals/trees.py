@@ -47,7 +47,7 @@ def own_attribute(owner: object, name: str, default: Any = None) -> Any:
 
 def in_train_mode(module: torch.nn.Module) -> bool:
     """Return whether a module is in train mode, without calling a user's `__getattribute__`."""
-    own = _dictionary(module).get("training")
+    own = own_attribute(module, "training")
     return bool(module.training if own is None else own)  # a `ScriptModule` has it elsewhere
 
 
