@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpdebug.signals import without_signals
+
 #: Left for the job by what is large: so many times its parameters and optimizer state, at least so many bytes, at least
 #: this share of the file system, of which no more than so many bytes count.
 _TIMES, _FLOOR, _SHARE, _MOST_OF_SHARE = 4, 256 << 20, 0.05, 64 << 30
@@ -299,8 +301,9 @@ class Kept:
 def write_all(descriptor: int, data: bytes) -> None:
     """Write all bytes to a descriptor."""
     view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    with without_signals():  # SIGXFSZ
+        while view:
+            view = view[os.write(descriptor, view) :]
 
 
 class Ballast:

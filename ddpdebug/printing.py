@@ -1,18 +1,27 @@
 """Printing on standard error: in order with the script's lines, and never left in the stream's buffer.
 
 What stays in the buffer of a stream that cannot be written, on a full disk for example, makes the interpreter exit with
-status 120.
+status 120. In a job's process nothing waits long for somebody to read, and no signal comes of a write: a job that is
+silent itself would not notice that nobody reads, that its terminal is stopped, or that it is not in its foreground.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
+import select
 import stat
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from ddpdebug.signals import without_signals
+
+#: Seconds that a job's process waits for a reader, in all; a pipe that can be written takes so many bytes at once.
+_SECONDS, _PIECE = 1.0, select.PIPE_BUF
 _UNWRITABLE = (OSError, ValueError, AttributeError)  # ValueError: it is closed; AttributeError: there is none
 
 
@@ -22,17 +31,70 @@ def say(text: str) -> None:
         write(sys.stderr, fresh_line(sys.stderr) + text)
 
 
+class _Patience:
+    """How much longer this process may wait until what it says is read."""
+
+    seconds = math.inf
+
+
+def be_brief() -> None:
+    """Wait for readers no longer than a job may be held up: this process is one, or is about to become one."""
+    _Patience.seconds = min(_Patience.seconds, _SECONDS)
+
+
 def write(stream: Any, text: str) -> None:
-    """Write a text to a stream, past its buffer if it is an ordinary text stream; raise what a write raises."""
+    """Write a text to a stream, past its buffer if it is an ordinary text stream; raise what a write raises.
+
+    In a job's process the rest is dropped where nobody reads.
+    """
     if type(stream) is not io.TextIOWrapper or type(stream.buffer) not in {io.BufferedWriter, io.FileIO}:
         stream.write(text)
         stream.flush()
         return
-    with suppress(OSError):  # what the script has printed comes first
-        stream.flush()
-    rest = memoryview(text.encode(stream.encoding, "backslashreplace"))
-    while rest:
-        rest = rest[os.write(stream.fileno(), rest) :]
+    _flush(stream)  # what the script has printed comes first
+    put(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
+
+
+def put(descriptor: int, data: bytes) -> None:
+    """Write bytes to a descriptor as `write` does."""
+    rest = memoryview(data)
+    with without_signals(), _never_blocking(descriptor) as open_one:
+        while rest and _takes_more(open_one):
+            with suppress(BlockingIOError):  # a terminal has room for less than was tried
+                rest = rest[os.write(open_one, rest[:_PIECE]) :]
+
+
+@contextmanager
+def _never_blocking(descriptor: int) -> Iterator[int]:
+    """Yield a descriptor of the same pipe or terminal whose writes return at once; what others hold stays as it is."""
+    own = descriptor
+    kind = os.fstat(descriptor).st_mode
+    if _Patience.seconds < math.inf and (stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)):
+        with suppress(OSError):  # another user's terminal, say: a piece of it fits as a rule
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    try:
+        yield own
+    finally:
+        if own != descriptor:
+            os.close(own)
+
+
+def _flush(stream: Any) -> None:
+    with suppress(OSError), without_signals():
+        if _takes_more(stream.fileno()):
+            stream.flush()
+
+
+def _takes_more(descriptor: int) -> bool:
+    """Return whether a descriptor can be written now, or soon enough."""
+    if _Patience.seconds == math.inf:
+        return True
+    ready, began = select.poll(), time.monotonic()
+    ready.register(descriptor, select.POLLOUT)
+    found = ready.poll(max(0.0, _Patience.seconds) * 1000)
+    _Patience.seconds = _SECONDS if found else _Patience.seconds - (time.monotonic() - began)
+    return bool(found)
 
 
 def fresh_line(stream: Any) -> str:
@@ -44,7 +106,7 @@ def fresh_line(stream: Any) -> str:
     with suppress(*_UNWRITABLE):
         if stream.isatty():
             return ""
-        stream.flush()
+        _flush(stream)
         end = _last_byte(stream.fileno())
         if end is not None:
             return "" if end in {b"", b"\n"} else "\n"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -77,3 +80,60 @@ def test_a_line_of_ours_begins_in_the_first_column_of_a_pipe() -> None:
     code = _SAYS.format(stream="sys.stderr", before=before)
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert "\nours é\n" in told
+
+
+_JOB = """
+import os, signal, sys
+from ddpdebug.printing import be_brief, say
+{before}
+be_brief()
+for _ in range(40):
+    say("x" * 5000 + "\\n")
+{after}
+os._exit(7)
+"""
+
+
+def test_nobody_reads() -> None:
+    """A job goes on, and what was said first is there when somebody reads at last."""
+    for before in ("", "signal.signal(signal.SIGPIPE, signal.SIG_DFL)"):
+        reading, writing = os.pipe()
+        done = subprocess.run(
+            [sys.executable, "-c", _JOB.format(before=before, after="")], stderr=writing, check=False, timeout=60
+        )
+        os.close(writing)
+        assert done.returncode == 7
+        with open(reading, "rb") as file:  # noqa: PTH123 - a pipe
+            assert 0 < len(file.read()) < 40 * 5000
+
+
+def test_nobody_is_there_to_read() -> None:
+    """SIGPIPE at its default would end the process; a signal that the script waits for is left to it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    before = "signal.signal(signal.SIGPIPE, signal.SIG_DFL)"
+    after = "assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())"
+    code = _JOB.format(before=before, after=after)
+    assert subprocess.run([sys.executable, "-c", code], stderr=writing, check=False, timeout=60).returncode == 7
+    os.close(writing)
+
+
+def test_a_terminal_whose_foreground_is_another_job() -> None:
+    """With `stty tostop` a write from the background stops who writes."""
+    leader, follower = pty.openpty()
+    attributes = termios.tcgetattr(follower)
+    attributes[3] |= termios.TOSTOP
+    termios.tcsetattr(follower, termios.TCSANOW, attributes)
+    code = f"""
+import fcntl, os, signal, subprocess, sys, termios
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+job = subprocess.Popen([sys.executable, "-c", {_JOB.format(before="", after="")!r}], process_group=0)
+status = os.waitpid(job.pid, os.WUNTRACED)[1]
+if os.WIFSTOPPED(status):
+    job.kill()
+os._exit(3 if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.Popen([sys.executable, "-c", code], stderr=follower, start_new_session=True)
+    assert done.wait(60) == 7
+    os.close(leader)
+    os.close(follower)

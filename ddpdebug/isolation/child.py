@@ -115,6 +115,8 @@ def start(work: Callable[[], Any], seconds: float) -> Child:
     """
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise UnconfinedError("nothing is run again in a Python without a global lock")
+    if _children_are_elsewhere():
+        raise UnconfinedError("the first child of a new namespace, without which it can have no other, is the script's")
     room = _room()
     parent, made = os.getpid(), clone()
     try:
@@ -159,6 +161,18 @@ def _work(work: Callable[[], Any], memory: mmap.mmap, own: int, parent: int, *, 
             _HEAD.pack_into(memory, 0, len(data))
     finally:
         os._exit(0 if ready else 1)
+
+
+def _children_are_elsewhere() -> bool:
+    """Return whether the script has called `unshare(CLONE_NEWPID)`."""
+    try:
+        own = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return False
+    try:
+        return Path("/proc/self/ns/pid_for_children").readlink() != own
+    except OSError:  # the namespace has nobody in it yet
+        return True
 
 
 def _room() -> int:

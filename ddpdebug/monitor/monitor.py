@@ -51,6 +51,7 @@ from ddpdebug.monitor.served import Host, Served
 from ddpdebug.monitor.side_groups import Meeting, SideGroups
 from ddpdebug.monitor.sinks import open_sinks, own_device, serves, stand_in, start_pusher, start_served
 from ddpdebug.monitor.spawned import Origin, Starts, note
+from ddpdebug.printing import be_brief, put
 from ddpdebug.probes.coverage import CoverageProbe
 from ddpdebug.probes.handover import Plans, StepStore
 from ddpdebug.probes.memory import private_bytes
@@ -535,6 +536,7 @@ class Monitor:
         """Learn who we are and start the exchange, once: the next call does what an interrupt has cut."""
         if self._begun:
             return
+        be_brief()
         try:
             self._go_on_beginning(alone=alone)
         except Exception as error:
@@ -1025,7 +1027,7 @@ class Monitor:
         if self.ends_hang is not None:
             self.ends_hang(finding)
         with suppress(OSError):  # not through `sys.stderr`: the training thread may have its lock
-            os.write(2, f"{line_of(finding, self.rank)}\n".encode("utf-8", "backslashreplace"))
+            put(2, f"{line_of(finding, self.rank)}\n".encode("utf-8", "backslashreplace"))
         with suppress(Exception):  # what the script has printed; where that blocks, the process leaves in time
             sys.stdout.flush()
         os._exit(EXIT_STATUS)

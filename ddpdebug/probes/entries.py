@@ -346,7 +346,7 @@ class Entries:
             all_modules.register_module_module_registration_hook,
         ):
             where = f"torch.nn.modules.module.{register.__name__}"
-            handle = self.guard.run(part, register, _PartHook(self, part, look))
+            handle = self.guard.run(part, register, _Hook(self, part, look))
             if handle is None:
                 self.left_out.append(where)
             else:
@@ -605,19 +605,11 @@ class _Hook(_Inert):
         self._entries, self._part, self._look = entries, part, look
 
     def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():  # a module's parts are traced, and so is what compiled autograd calls
+            return
         entries = self._entries
         if not entries.closed:
             entries.guard.run(self._part, self._look, *args)
-
-
-class _PartHook(_Hook):
-    """A hook on what becomes part of a module; a compiler that traces such a place sees nothing of it."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(*args)
 
 
 def entries_of(guard: Guard) -> Entries:

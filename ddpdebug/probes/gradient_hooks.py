@@ -152,6 +152,8 @@ def _is_alive(handle: Any) -> bool:
 
 def on_gradient(hooks: weakref.ref[GradientHooks], key: int, parameter: torch.Tensor) -> None:
     """Record a gradient that has arrived; it is still this rank's own."""
+    if torch.compiler.is_compiling():  # by compiled autograd
+        return
     me = hooks()
     if me is not None:
         me.arrived(key, parameter)

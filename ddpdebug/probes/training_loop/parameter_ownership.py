@@ -227,7 +227,7 @@ def _said_frozen(wrappers: Sequence[Wrapper | PlainModel]) -> tuple[str, ...]:
     found: list[str] = []
     for module in (m for wrapper in wrappers if (m := wrapper.module()) is not None):
         for name, part in internals.named_modules(module):
-            if _is_set(part, "requires_grad") and any(map(_trains, internals.parameters(part))):
+            if _is_set(part, "requires_grad") and any([_trains(p) for p in internals.parameters(part)]):
                 found.append(name or "the model")
         found += [name for name, p in internals.named_parameters(module) if _is_set(p) and _trains(p)]
     return tuple(found[:_MAX_NAMES])
