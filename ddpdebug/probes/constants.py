@@ -21,7 +21,7 @@ from ddpdebug.isolation.foreign import bases_of, is_one_of
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes import async_copy as device
 from ddpdebug.probes.values import precision
-from ddpdebug.schema.announcements import Constants, NumberChange, Numbers, Precision
+from ddpdebug.schema.announcements import NUMBER, Constants, NumberChange, Numbers, Precision
 
 #: Training forwards that an attribute must have survived unchanged to be a constant and no cache or result.
 _FORWARDS = 4
@@ -60,7 +60,7 @@ class Settings:
         assert self._numbers is not None
         self._numbers.look(step)
         if self._forwards == _FORWARDS + 1:
-            return (Constants(tensors=self._unchanged(module)),)
+            return (Constants(tensors={**self._unchanged(module), **self._numbers.constants}),)
         every = min(_SELDOM_TOLD, max(_FIRST_TOLD, (1 << self._forwards.bit_length()) >> 3))
         return (Numbers(changes=self._numbers.take()),) if self._forwards % every == 0 and self._numbers else ()
 
@@ -85,6 +85,9 @@ class _Numbers:
         code = _code_of(module)
         read = None if code & _COMPUTED else code
         stored = {name.removeprefix("=") for name in code if name.startswith("=")}
+        #: Path -> value of what a configuration sets: a class of the script's may have numbers of the rank's own, of
+        #: which those with a fraction are left as rates.
+        self.constants: dict[str, str] = {}
         #: path, module, name, the value of the class
         self._places: list[tuple[str, weakref.ref[torch.nn.Module], str, Any]] = []
         for path, part in internals.named_modules(module):
@@ -95,9 +98,13 @@ class _Numbers:
                 if not is_one_of(value, _NUMBERS) or name.startswith("_") or name == "training" or name in stored:
                     continue
                 if by_torch or read is None or name in read:
-                    self._places.append((f"{path}.{name}" if path else name, weakref.ref(part), name, usual.get(name)))
+                    whole = f"{path}.{name}" if path else name
+                    self._places.append((whole, weakref.ref(part), name, usual.get(name)))
+                    if len(self.constants) < _MAX_NUMBERS and (by_torch or type(value) is float):
+                        self.constants[whole] = f"{NUMBER}{value}"
         if "setattr" in code:
             self._places.clear()  # nobody knows what the forward itself writes
+            self.constants.clear()
         del self._places[_MAX_NUMBERS:]
         self._values = self._read()
         self._changes: dict[str, NumberChange] = {}
@@ -118,6 +125,7 @@ class _Numbers:
             if old == new or type(old) not in _NUMBERS or type(new) not in _NUMBERS:
                 continue
             known = self._changes.get(path) or NumberChange(was=old, value=new, step=step, times=0)
+            self.constants.pop(path, None)
             self._changes[path] = replace(known, value=new, times=known.times + 1)
 
     def take(self) -> Mapping[str, NumberChange]:

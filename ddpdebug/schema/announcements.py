@@ -123,9 +123,13 @@ class Precision(Announcement):
     matmul: str | None = None  # torch's setting for float32 products, on CUDA
 
 
+#: Before the value of a constant that is a number.
+NUMBER = "number:"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants(Announcement):
-    """Floating-point tensors in plain attributes of the k-th DDP's modules.
+    """Floating-point tensors and numbers in plain attributes of the k-th DDP's modules.
 
     As they were when it was wrapped; of those that its first training forwards left as they were.
     """
@@ -133,7 +137,7 @@ class Constants(Announcement):
     topic: ClassVar[str] = "constants"
 
     step: int | None = None
-    tensors: Mapping[str, str] = field(default_factory=dict)  # attribute path -> "(shape):digest"
+    tensors: Mapping[str, str] = field(default_factory=dict)  # attribute path -> "(shape):digest", or "number:0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

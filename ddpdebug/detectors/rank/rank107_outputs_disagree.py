@@ -12,6 +12,7 @@ from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import (
     LOSS_FUNCTIONS,
+    NUMBER,
     Agreement,
     Constants,
     LossSettings,
@@ -40,6 +41,10 @@ _LOSS_ACTIONS = [
     "read the settings on one rank and `broadcast_object_list` them",
     "`all_reduce` the counts of the classes, and make the weights of the sums",
 ]
+_SETTING_CAUSES = [
+    "a configuration file or an environment variable of one machine, or an argument that depends on the rank",
+    "intended: each rank has a rate or a temperature of its own",
+]
 _NUMBER_CAUSES = [
     "code that runs on some ranks only, or depends on what each rank has measured, sets the attribute",
     "a schedule that counts each rank's own steps or time",
@@ -54,6 +59,11 @@ _ON: dict[str, Any] = {"was": 0.5, "value": 0.2, "step": 32, "times": 8}
 
 def _numbers(*changes: Mapping[str, Any]) -> Facts:
     return Facts(topic="numbers:0", values={rank: {"step": 31, "changes": own} for rank, own in enumerate(changes)})
+
+
+def _rates(*rates: float) -> Facts:
+    told = {rank: {"step": 4, "tensors": {"drop.p": f"{NUMBER}{rate}"}} for rank, rate in enumerate(rates)}
+    return Facts(topic="constants:0", values=told)
 
 
 def _losses(settings: Mapping[str, str]) -> Facts:
@@ -130,6 +140,7 @@ class OutputsDisagree(Detector):
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED, 2: {**_LOOKED, "output": "c1"}}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: {**_PRECISION, "autocast": "bfloat16"}}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: {"step": 4, "tensors": {"embed.b": "(2, 32):bb"}}}),
+        lambda: _rates(0.1, 0.5),
         lambda: _losses({**_LOSS, "NllLoss.weight": "(3,):bb"}),
         lambda: _losses({**_LOSS, LOSS_FUNCTIONS: "NllLoss + Sum"}),  # label smoothing
         lambda: (_numbers({}, {"head.temperature": _SET}, {}), _numbers({}, {}, {})),
@@ -144,6 +155,7 @@ class OutputsDisagree(Detector):
         lambda: step_at(4, odd={2: {**_ODD[2], "params_before_digest": 5}}, **_SAME),
         lambda: step_at(4, flags=Flag.BATCH_SAMPLED, odd=_ODD, **{**_SAME, "record_digest": 0}),
         lambda: steps(4),
+        lambda: _rates(0.1, 0.1),
         lambda: Facts(topic="agreement:1", values={0: _LOOKED, 1: _LOOKED}),
         lambda: Facts(topic="precision:0", values={0: _PRECISION, 1: _PRECISION}),
         lambda: Facts(topic="constants:0", values={0: _TABLE, 1: _TABLE}),
@@ -243,8 +255,16 @@ class OutputsDisagree(Detector):
 
     def _constants(self, told: Mapping[int, Constants]) -> Findings:
         """Constants that differ, from the first step on. A warning: a rank may have a table of its own on purpose."""
+        numbers = {rank: {n: v for n, v in fact.tensors.items() if v.startswith(NUMBER)} for rank, fact in told.items()}
         yield from self._apart(
-            {rank: fact.tensors for rank, fact in told.items()},
+            numbers,
+            title="a setting of the model differs between ranks",
+            phase="settings",
+            causes=_SETTING_CAUSES,
+            actions=_LOSS_ACTIONS[:1],
+        )
+        yield from self._apart(
+            {rank: {n: v for n, v in fact.tensors.items() if n not in numbers[rank]} for rank, fact in told.items()},
             title="ranks compute with different constants",
             phase="constants",
             causes=_PLAIN_CAUSES,
@@ -284,7 +304,7 @@ class OutputsDisagree(Detector):
                 subject=tuple(names[:MAX_NAMES]),
                 evidence={
                     "differing": len(names),
-                    "values": {str(rank): table[names[0]] for rank, table in tables.items()},
+                    "values": {str(rank): table[names[0]].removeprefix(NUMBER) for rank, table in tables.items()},
                 },
                 **said,
             )
