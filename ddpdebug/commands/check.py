@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpdebug.ci.golden_facts import hold_to
+from ddpdebug.ci.last_calls import judge_last_calls
 from ddpdebug.ci.publish import Witness, findings_of, judge_directory, publish, reported
 from ddpdebug.ci.verdict import Outcome, Verdict, judge
 from ddpdebug.clock import time, utc_now
@@ -78,8 +79,12 @@ def _from_outside(request: Request) -> int:
 
 def _verdict(request: Request, directory: Path, run_id: str, golden: Facts | None) -> Verdict:
     config, given = request.config, {key: value for key, value in request.given.items() if key != "golden"}
-    witness = run_ranks(replace(request, given=given), directory, run_id)
-    note = "" if golden is None else hold_to(golden, directory, Disk(mode_of(config.file_mode)))
+    witness, disk = run_ranks(replace(request, given=given), directory, run_id), Disk(mode_of(config.file_mode))
+    with contextlib.suppress(
+        OSError, UsageError, ValueError
+    ):  # no run directory, say: the ranks' ends are judged all the same
+        judge_last_calls(directory, witness.statuses, disk)
+    note = "" if golden is None else hold_to(golden, directory, disk)
     verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)
     return replace(verdict, notes=(*verdict.notes, note)) if note else verdict
 
