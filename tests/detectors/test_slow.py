@@ -126,7 +126,7 @@ def test_a_rhythm_survives_a_pause_by_chance() -> None:
         return told(job(300, more=lambda step, rank, p: 0.4 * (rank == 0 and p == "other" and step in at)))
 
     (finding,) = pausing({*range(20, 300, 20), 170})
-    assert (finding.phase, finding.severity, finding.ranks) == ("pauses", Severity.INFO, (0,))
+    assert (finding.phase, finding.severity, finding.ranks) == ("pauses", Severity.WARNING, (0,))
     assert finding.evidence["every_steps"] == 20
     assert finding.evidence["pause_seconds"] == pytest.approx(0.4, abs=0.02)
     assert pausing({20, 33, 71, 90, 128, 140, 181, 188, 230, 290}) == []

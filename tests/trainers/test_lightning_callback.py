@@ -199,6 +199,7 @@ def test_lightning_loads_nothing_where_nobody_watches() -> None:
         "ddpdebug",
         "ddpdebug._version",
         "ddpdebug.printing",
+        "ddpdebug.signals",
         "ddpdebug.trainers",
         "ddpdebug.trainers.lightning_plugin",
     ]
