@@ -47,7 +47,11 @@ class TorchError(EventRule):
             evidence["tensors"] = dict(fact.tensors)
         if ON_DEVICE in fact.reason:
             evidence["line"] = "the kernel's own" if fact.blocking else "of a call after the kernel's"
-        return {"step": fact.raised_in, "phase": fact.phase, "subject": named[:MAX_NAMES], "evidence": evidence}
+        found = {"step": fact.raised_in, "phase": fact.phase, "subject": named[:MAX_NAMES], "evidence": evidence}
+        if self.code == "FAIL1001" and (fact.raised_in or 0) > 2:  # it has gone well before: what this batch leaves out
+            evidence["steps_before"] = f"in {(fact.raised_in or 0) - 1} steps all parameters had gradients"
+            return {**found, "causes": (*_NOT_TODAY, *runbook(type(self))["causes"]), "actions": _EACH_TIME}
+        return found
 
     def incident_key(self, finding: Finding) -> tuple[Hashable, ...]:
         return ()  # the same on every rank is one cause; who was first is named
@@ -187,6 +191,12 @@ def _prose(entry: Entry) -> str:
 _CUT_SHORT = (
     "an exception that the script has caught cut short the backward before: DDP still waits for the other gradients",
     "no parameter is unused: `find_unused_parameters` cures nothing here",
+)
+#: ... and where steps before have used the parameters.
+_NOT_TODAY = ("a branch that this batch does not take: no image, no such expert, an auxiliary loss that is off",)
+_EACH_TIME = (
+    "`DistributedDataParallel(..., find_unused_parameters=True)`",
+    "or let each forward use the branch: `loss + 0 * branch(anything).sum()`",
 )
 _WHOLE_OR_NONE = (
     "let the exception end the rank, or find what causes it before backward begins: bad records, lengths, memory",

@@ -20,6 +20,13 @@ _UNUSED: dict[str, Any] = {"without_grad": 1, "presence_digest": 77, "gradients"
 _Presence = Mapping[int, frozenset[int]]
 
 
+#: Where steps before have used the parameters.
+_OF_ONE_BATCH: Fields = {
+    "causes": ("a branch that this batch does not take on this rank: no image, no such expert, an auxiliary loss off",),
+    "actions": ("`find_unused_parameters=True`, or let each forward use the branch: `loss + 0 * branch(x).sum()`",),
+}
+
+
 class ParameterWithoutGradient(Detector):
     """A trainable parameter of the optimizer receives no gradient, in step after step, on some or all ranks.
 
@@ -116,7 +123,9 @@ class ParameterWithoutGradient(Detector):
             if not isinstance(fact, Failure) or _DDP_MESSAGE not in fact.reason:
                 continue
             if subject := fact.named or fact.missing:  # the step itself may not have been watched; the text knows
+                later = _OF_ONE_BATCH if (fact.raised_in or 0) > 2 else {}
                 yield self.finding(
+                    **later,
                     step=fact.step if not fact.raised_in else fact.raised_in - 1,
                     ranks=(rank,),
                     subject=subject[:MAX_NAMES],
