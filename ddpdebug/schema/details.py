@@ -464,7 +464,7 @@ class ScheduledOften(Struct):
 class ScheduledElsewhere(Struct):
     """A learning rate that was set where no optimizer reads it."""
 
-    kind: str  # "scheduler" (of another optimizer) or "attribute" (`optimizer.lr = x`)
+    kind: str  # "scheduler" (of another optimizer), "attribute" (`optimizer.lr = x`), "group" (of some groups only)
     class_name: str = field(metadata=called("class"))
     location: str | None = None
 

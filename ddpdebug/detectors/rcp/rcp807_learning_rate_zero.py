@@ -14,6 +14,18 @@ _ZERO: dict[int, Any] = {r: {"lr": [0.0]} for r in range(4)}
 _ELSEWHERE: dict[int, Any] = {
     r: {"elsewhere": {"kind": "scheduler", "class": "StepLR", "location": "train.py:70"}} for r in range(4)
 }
+#: What differs by what was set in vain.
+_SAID: dict[str, Fields] = {
+    "attribute": {"causes": ("`optimizer.lr = x`: an attribute that nothing reads",)},
+    "group": {
+        "title": "the learning rate of some groups is set again and again, and others keep theirs",
+        "causes": (
+            '`optimizer.param_groups[0]["lr"] = x`, and the optimizer has more groups (weight decay for some only)',
+            "intended: groups whose rate does not change, with the optimizer's usual one",
+        ),
+        "actions": ('`for group in optimizer.param_groups: group["lr"] = x`',),
+    },
+}
 
 
 class LearningRateZero(Detector):
@@ -124,6 +136,7 @@ class LearningRateZero(Detector):
             return
         about = next((recipe.elsewhere for recipe in recipes if recipe.elsewhere is not None), None)
         evidence = {"lr": step.columns["lr"][0], "peak": self._peak.get(step.optimizer) or None, "observed": what}
+        own = {} if about is None else _SAID.get(about.kind, {})
         yield self.finding(
             step,
             step=first,
@@ -131,4 +144,5 @@ class LearningRateZero(Detector):
             phase=what,
             location=None if about is None else about.location,
             evidence=evidence,
+            **own,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from ddpdebug.torch_internals.graph import milestones_of, parts_of
 
 #: Whether a schedule drives an optimizer that steps is known after so many calls, beside as many steps of another one.
 _IN_VAIN = 5
+#: Groups of an optimizer whose rates are compared.
+_GROUPS = 64
 #: A schedule's pace is judged after twice its length, and after so many steps of its optimizer.
 _LEAST = 32
 #: After so many steps it is known that a schedule is called with each of them.
@@ -63,6 +65,8 @@ class Steps:
     newest: int = 0  # among those of all optimizers
     rate: Any = None  # of the first group, at the first step
     constant: bool = True
+    rates: Sequence[Any] = ()  # of its groups, at the newest watched step
+    moves: Sequence[int] = ()  # how often each of them was another one than before
 
 
 class Schedules:
@@ -127,9 +131,28 @@ class Schedules:
             calls.pending = 0
             if calls.length is not None and not calls.told and calls.optimizer == id(optimizer):
                 self._pace(type(scheduler).__name__, calls, number - calls.since)
+        if self._leaves_groups_out(optimizer):
+            found["elsewhere"] = ScheduledElsewhere(kind="group", class_name=type(optimizer).__name__)
         if self._attribute(optimizer):
             found["elsewhere"] = ScheduledElsewhere(kind="attribute", class_name=type(optimizer).__name__)
         return found
+
+    def _leaves_groups_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the script sets the rates of some groups again and again, and others keep the one of before.
+
+        With a scheduler that is a choice; and so is a rate of a group's own.
+        """
+        known = self._steps[id(optimizer)]
+        rates = [group.get("lr") for group in internals.groups(optimizer)[:_GROUPS]]
+        if len(rates) < 2 or any([type(rate) is not float for rate in rates]):
+            return False
+        if len(known.rates) != len(rates):
+            known.rates, known.moves = rates, [0] * len(rates)
+        known.moves = [n + (a != b) for n, a, b in zip(known.moves, known.rates, rates, strict=True)]
+        known.rates = rates
+        usual = internals.own_attribute(optimizer, "defaults", {}).get("lr")
+        kept = [rate for n, rate in zip(known.moves, rates, strict=True) if not n]
+        return max(known.moves) >= _IN_VAIN and kept != [] and {*kept} == {usual} and not self.of(optimizer)
 
     def _falls_behind(self, name: str, calls: Calls, number: int) -> None:
         """Note a schedule that goes on with each step, from a place far behind its optimizer: that of an epoch."""
