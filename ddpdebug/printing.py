@@ -81,8 +81,9 @@ def _never_blocking(descriptor: int) -> Iterator[int]:
 
 
 def _flush(stream: Any) -> None:
+    """Write what a stream keeps; in a job's process only to a file, as it may be more than a pipe takes at once."""
     with suppress(OSError), without_signals():
-        if _takes_more(stream.fileno()):
+        if _Patience.seconds == math.inf or stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             stream.flush()
 
 

@@ -85,8 +85,7 @@ class _Numbers:
         code = _code_of(module)
         read = None if code & _COMPUTED else code
         stored = {name.removeprefix("=") for name in code if name.startswith("=")}
-        #: Path -> value of what a configuration sets: a class of the script's may have numbers of the rank's own, of
-        #: which those with a fraction are left as rates.
+        #: Path -> value of rates, which a configuration sets; whole numbers may be a rank's own.
         self.constants: dict[str, str] = {}
         #: path, module, name, the value of the class
         self._places: list[tuple[str, weakref.ref[torch.nn.Module], str, Any]] = []
@@ -100,7 +99,7 @@ class _Numbers:
                 if by_torch or read is None or name in read:
                     whole = f"{path}.{name}" if path else name
                     self._places.append((whole, weakref.ref(part), name, usual.get(name)))
-                    if len(self.constants) < _MAX_NUMBERS and (by_torch or type(value) is float):
+                    if len(self.constants) < _MAX_NUMBERS and type(value) is float:
                         self.constants[whole] = f"{NUMBER}{value}"
         if "setattr" in code:
             self._places.clear()  # nobody knows what the forward itself writes

@@ -35,7 +35,7 @@ _STORAGE_SECONDS = 60.0
 _PAUSE_SECONDS = 2.0
 #: Of a call that has not ended, torch's record is read so often, in seconds: its counts may stay when it ends.
 _READ_SECONDS = 2.0
-#: While collectives come and go their entries, 15 ms for a full recorder, are read as rarely.
+#: While collectives come and go, and no messages, their entries, 15 ms for a full recorder, are read as rarely.
 _EXACT_SECONDS = 10.0
 #: Kinds in which a thread waits for other ranks.
 _AMONG_RANKS = frozenset({"collective", "backward", "store"})
@@ -81,6 +81,10 @@ class Recorder(Protocol):
     @property
     def is_counted(self) -> bool:
         """Whether point-to-point messages are among the last counts."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages from rank to rank were among the entries: then counts are exact only with the entries."""
 
     @property
     def meetings(self) -> Collection[str]:
@@ -173,7 +177,7 @@ class Watcher:
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
         counts = self._counts()
-        if counts == self._counted or now - self._exact >= _EXACT_SECONDS:
+        if counts == self._counted or self._recorder.has_messages or now - self._exact >= _EXACT_SECONDS:
             counts, self._exact = self._counts(exact=True), now
         self._counted = counts
         step = self._step()

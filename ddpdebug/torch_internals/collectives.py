@@ -42,6 +42,8 @@ class Collectives:
     meetings = names.MEETINGS
     #: The last counts were those of the groups themselves, among them messages from rank to rank.
     is_counted = False
+    #: Messages from rank to rank were among the entries of the script's groups.
+    has_messages = False
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # number of a group -> name, "" for one of ours
@@ -94,6 +96,7 @@ class Collectives:
                 found.append(entry)
         living = self._living()
         found = [entry for entry in found if int(entry["pg_id"]) in living]
+        self.has_messages |= any([bool(entry.get("is_p2p")) for entry in found])
         numbers: dict[int, dict[int, int]] = {}
         for entry in found:
             if not entry.get("is_p2p"):

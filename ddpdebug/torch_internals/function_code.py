@@ -288,6 +288,14 @@ def _with_end(body: list[ast.stmt], text: str) -> list[ast.stmt]:
     if isinstance(last, ast.Return | ast.Raise):
         return body
     end = _place(ast.parse(text).body[0], last)
+    if isinstance(last, ast.Try) and not last.finalbody:
+        tried = copy.copy(last)
+        part = "orelse" if last.orelse else "body"
+        vars(tried)[part] = _with_end(getattr(last, part), text)
+        tried.handlers = [copy.copy(handler) for handler in last.handlers]
+        for handler in tried.handlers:
+            handler.body = _with_end(handler.body, text)
+        return [*body[:-1], tried]
     if not isinstance(last, ast.If):
         return [*body, end]
     branched = copy.copy(last)

@@ -48,6 +48,49 @@ def of_torch() -> torch.Tensor:
     return found
 
 
+def mixed_heads() -> torch.Tensor:
+    """DeepViT: the heads' weights are mixed, which sums over heads."""
+    q, k, v = (layer(TEXTS).view(2, 6, 2, 4).transpose(1, 2) for layer in (QUERY, KEY, VALUE))
+    weights = torch.einsum("bhij,hg->bgij", (q @ k.transpose(-2, -1)).softmax(-1), nn.Parameter(torch.rand(2, 2)))
+    return weights @ v
+
+
+def attended_both_ways() -> torch.Tensor:
+    """QANet: attention of the attention."""
+    one, other = QUERY(TEXTS), KEY(TEXTS[:, :5])
+    scores = one @ other.transpose(1, 2)
+    there, back = scores.softmax(2), scores.softmax(1)
+    return torch.cat([there @ other, there @ back.transpose(1, 2) @ one], -1)
+
+
+def pooled_graph() -> torch.Tensor:
+    """DiffPool with a dense graph."""
+    shares = torch.bmm(torch.rand(2, 6, 6), SLOTS(TEXTS)).softmax(-1)
+    return shares.transpose(1, 2) @ QUERY(TEXTS)
+
+
+def assigned() -> torch.Tensor:
+    """NetVLAD: the words of a codebook, by einsum."""
+    shares = torch.einsum("btd,de->bte", QUERY(TEXTS), nn.Parameter(torch.randn(8, 5))).softmax(-1)
+    return torch.einsum("bte,btd->bed", shares, TEXTS)
+
+
+def inverted() -> torch.Tensor:
+    """Nystroemformer: a step towards the inverse of the weights."""
+    weights = (QUERY(TEXTS) @ KEY(TEXTS).transpose(1, 2)).softmax(-1)
+    start = weights.transpose(1, 2) * 0.25
+    return 0.25 * start @ (13 * torch.eye(6) - weights @ start)
+
+
+def pairs() -> torch.Tensor:
+    return QUERY(TEXTS[0]) @ KEY(TEXTS[0]).t()
+
+
+def both_ways(scores: torch.Tensor) -> torch.Tensor:
+    labels = torch.arange(6)
+    return functional.nll_loss(scores.log_softmax(1), labels) + functional.nll_loss(scores.log_softmax(0), labels)
+
+
 HEALTHY: dict[str, Callable[[], torch.Tensor]] = {
     "pixels": lambda: functional.cross_entropy(CONV(IMAGES), classes(2, 8, 8)),
     "pixels in rows": lambda: functional.cross_entropy(
@@ -72,6 +115,17 @@ HEALTHY: dict[str, Callable[[], torch.Tensor]] = {
     "torch": lambda: of_torch().square().mean(),
     "clusters": lambda: pooled_by_clusters().square().mean(),
     "sums": lambda: einsum_attended(2).square().mean(),
+    "mixed heads": lambda: mixed_heads().square().mean(),
+    "both ways": lambda: attended_both_ways().square().mean(),
+    "graph": lambda: pooled_graph().square().mean(),
+    "codebook": lambda: assigned().square().mean(),
+    "inverse": lambda: inverted().square().mean(),
+    "pairs both ways": lambda: both_ways(pairs()),
+    "prototypes both ways": lambda: functional.cross_entropy(nn.Linear(8, 6)(TEXTS[0]).t(), torch.arange(6)),
+    "two softmaxes": lambda: functional.nll_loss(pairs().log_softmax(0) + pairs().log_softmax(1), torch.arange(6)),
+    "learned inputs": lambda: functional.cross_entropy(
+        nn.Linear(8, 6).requires_grad_(False)(nn.Parameter(torch.randn(6, 8))), torch.arange(6)
+    ),
 }
 FAULTS: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
     "pixels": ("view", lambda: functional.cross_entropy(CONV(IMAGES).view(-1, 4), classes(2, 8, 8).flatten())),

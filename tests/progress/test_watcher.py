@@ -45,7 +45,7 @@ class Record:
     known: dict[str, tuple[int, int]] | None = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     meetings = ("_store_based_barrier",)
-    is_counted = False
+    is_counted = has_messages = False
     exact: int = 0
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
@@ -112,6 +112,9 @@ def test_entries_are_not_read_while_collectives_come_and_go() -> None:
         assert record.exact == before
         watcher.look()  # nothing has come
         assert record.exact == before + 1
+        record.known, record.has_messages = {"0": (30, 30)}, True  # which are counted as collectives
+        watcher.look()
+        assert record.exact == before + 2
 
 
 def test_a_thread_that_waits_for_a_lock() -> None:

@@ -73,6 +73,13 @@ def context(value: int) -> None:
         _SEEN.append(value)
 
 
+def attempts(value: int) -> None:
+    try:
+        _SEEN.append(1 // value)
+    except ZeroDivisionError:
+        _SEEN.append(value)
+
+
 def returns(value: int) -> int:
     if value:
         return value
@@ -99,7 +106,9 @@ def lines_of(function: Callable[[int], object], value: int) -> list[tuple[str, i
 
 
 @pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("function", [call_of_many_lines, branch_without_other, branches, loop, context, returns])
+@pytest.mark.parametrize(
+    "function", [call_of_many_lines, branch_without_other, branches, loop, context, attempts, returns]
+)
 def test_a_tracer_sees_the_lines_of_the_function(function: Any, idle: bool) -> None:
     """Also where the function falls off its end."""
     plain = [lines_of(function, value) for value in (0, 1, 2, -1)]

@@ -49,7 +49,7 @@ class TorchError(EventRule):
             evidence["line"] = "the kernel's own" if fact.blocking else "of a call after the kernel's"
         found = {"step": fact.raised_in, "phase": fact.phase, "subject": named[:MAX_NAMES], "evidence": evidence}
         if self.code == "FAIL1001" and (fact.raised_in or 0) > 2:  # it has gone well before: what this batch leaves out
-            evidence["steps_before"] = f"in {(fact.raised_in or 0) - 1} steps all parameters had gradients"
+            evidence["steps_before"] = f"{(fact.raised_in or 0) - 1} steps did not raise"
             return {**found, "causes": (*_NOT_TODAY, *runbook(type(self))["causes"]), "actions": _EACH_TIME}
         return found
 

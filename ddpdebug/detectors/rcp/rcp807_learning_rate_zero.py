@@ -18,7 +18,7 @@ _ELSEWHERE: dict[int, Any] = {
 _SAID: dict[str, Fields] = {
     "attribute": {"causes": ("`optimizer.lr = x`: an attribute that nothing reads",)},
     "group": {
-        "title": "the learning rate of some groups is set again and again, and others keep theirs",
+        "title": "the learning rate of the first group is set again and again, and other groups keep theirs",
         "causes": (
             '`optimizer.param_groups[0]["lr"] = x`, and the optimizer has more groups (weight decay for some only)',
             "intended: groups whose rate does not change, with the optimizer's usual one",

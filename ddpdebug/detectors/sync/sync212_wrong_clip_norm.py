@@ -141,6 +141,11 @@ class WrongClipNorm(Detector):
         """Return by what each rank has multiplied the shards that it holds; empty where nothing is wrong."""
         if not (step.complete and step.all(Flag.SHARDED)) or step.any(_ON_PURPOSE) or not _are_alike(step):
             return {}
+        whole = [
+            math.prod(size for _, size in fact.places.values()) == len(step.rows) for fact in _places(step).values()
+        ]
+        if not all(whole):  # each node trains by itself
+            return {}
         factors = {str(rank): row.grads_scaled for rank, row in step.rows.items()}
         apart = all(value > 0 for value in factors.values()) and len(factors) > 1
         return factors if apart and max(factors.values()) > (1 + self.norm_apart) * min(factors.values()) else {}

@@ -33,8 +33,11 @@ _SAME = frozenset(
     )
     for i in range(3)
 )
+#: Of these what may stand between a softmax and what uses it: another form; dropout is looked at by itself.
+_KEPT = _SAME - {f"{name}Backward{i}" for name in ("Add", "Sub", "Mul", "Where", "Clamp") for i in range(3)}
 #: What may also stand between the product of queries and keys and its softmax, which divides by a number.
 _SCORES = frozenset({"DivBackward0", "DivBackward1", "TanhBackward0"})
+_OF_WEIGHTS = frozenset({"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0"})
 _SOFTMAX = frozenset({"SoftmaxBackward0"})
 _PRODUCT = frozenset({"BmmBackward0", "BaddbmmBackward0"})
 
@@ -59,12 +62,13 @@ def mixed_classes(term: Term) -> LossBroadcast | None:
     if not shape or len(shape) < 2 or shape[1] < 2:
         return None
     place: Place | None = (below, index, frozenset({1}))
-    for made, at, dims in _down(place, _SAME):
+    for made, at, dims in _down(place, _KEPT):
         name, own = graph.name_of(made), graph.shape_at(made, at)
         if name == "LogSoftmaxBackward0":
             over = graph.saved_number(made, "dim")
             if own and over is not None and over % len(own) not in dims and own[over] > 1:
-                return _told(node, "softmax", own, shape)
+                pairs = any([own[dim] == own[over] for dim in dims])  # each with each, both ways round
+                return None if pairs else _told(node, "softmax", own, shape)
             below, index = made.next_functions[0]
             again = mixed_from((below, index, dims), shape)
             return None if again is None else _told(node, "view", again, shape)
@@ -76,31 +80,43 @@ def mixed_from(place: Place, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     for made, at, dims in _down(place, _SAME):
         own, feature = graph.shape_at(made, at), _feature(made)
         if own is not None and feature is not None:
-            return own if own[feature] == shape[1] and feature not in dims else None
+            pairs = all([own[dim] == own[feature] for dim in dims])  # each with each, the other way round
+            return own if own[feature] == shape[1] and feature not in dims and not pairs else None
     return None
 
 
 def mixed_attention(root: torch.Tensor) -> LossBroadcast | None:
     """Return a softmax of products whose result is summed over another dimension than that of the softmax."""
+    found: dict[Any, LossBroadcast | None] = {}  # softmax -> what is wrong with it; None where one use is right
     for node in _nodes(root.grad_fn):
         if graph.name_of(node) not in _PRODUCT or len(node.next_functions) < 2:
             continue
-        for operand, summed in zip(node.next_functions[-2:], (2, 1), strict=True):
-            found = _normalised(operand[0], operand[1], summed)
-            if found is not None:
-                return found
-    return None
+        left, right = node.next_functions[-2:]
+        for weights, values, summed in ((left, right, 2), (right, left, 1)):
+            used = None if _is_weight(values[0]) or _softmax_of(values, 1) else _softmax_of(weights, summed)
+            other = None if used is None else _softmax_of(weights, 3 - summed)
+            if used is not None and other is not None and _of_products(used[0]):
+                _note_use(found, used, other[2])
+    return next((told for told in found.values() if told is not None), None)
 
 
-def _normalised(node: Any, index: int, summed: int) -> LossBroadcast | None:
-    for made, at, dims in _down((node, index, frozenset({summed})), _SAME - {"MulBackward1"}):
-        if graph.name_of(made) not in _SOFTMAX:
-            continue
-        own, over = graph.shape_at(made, at), graph.saved_number(made, "dim")
-        if not own or over is None or over % len(own) in dims or not _of_products(made):
-            return None
-        return LossBroadcast(loss="Softmax", prediction=own, mixed="attention", summed=tuple(sorted(dims)))
-    return None
+def _note_use(found: dict[Any, LossBroadcast | None], used: Place, kept: Dimensions) -> None:
+    """Note whether a product sums over the dimension of a softmax, or over another one and keeps that."""
+    made, at, summed = used
+    own, over = graph.shape_at(made, at), graph.saved_number(made, "dim")
+    if not own or over is None:
+        return
+    if over % len(own) in summed:
+        found[made] = None
+    elif over % len(own) in kept:
+        told = LossBroadcast(loss="Softmax", prediction=own, mixed="attention", summed=tuple(sorted(summed)))
+        found.setdefault(made, told)
+
+
+def _softmax_of(operand: tuple[Any, int], dim: int) -> Place | None:
+    """Return the softmax that an operand is, in another form or behind dropout, and its dimension there."""
+    places = _down((*operand, frozenset({dim})), _KEPT)
+    return next((place for place in places if graph.name_of(place[0]) in _SOFTMAX), None)
 
 
 def _of_products(softmax: Any) -> bool:
@@ -108,7 +124,10 @@ def _of_products(softmax: Any) -> bool:
     below, index = softmax.next_functions[0]
     shape = None if below is None else graph.shape_at(below, index)
     every = frozenset(range(len(shape or ())))
-    return any([graph.name_of(made) in _PRODUCT for made, _, _ in _down((below, index, every), _SAME | _SCORES)])
+    for made, _, _ in _down((below, index, every), _SAME | _SCORES):
+        if graph.name_of(made) in _PRODUCT:
+            return not any([operand is None or _is_weight(operand) for operand, _ in made.next_functions[-2:]])
+    return False
 
 
 def _told(node: Any, kind: str, before: tuple[int, ...], shape: tuple[int, ...]) -> LossBroadcast:
@@ -123,8 +142,12 @@ def _feature(node: Any) -> int | None:
         return 1
     if name not in {"AddmmBackward0", "MmBackward0"}:
         return None
-    left, right = (_is_weight(below) for below, _ in node.next_functions[-2:])
-    return None if left == right else 1 if right else 0
+    (left, _), (right, _) = node.next_functions[-2:]
+    if _is_weight(left) == _is_weight(right):
+        return None
+    if _is_weight(right):
+        return 1
+    return None if right is None else 0  # else a frozen weight may have no node, and the input be what is trained
 
 
 def _is_weight(node: Any) -> bool:
@@ -134,7 +157,7 @@ def _is_weight(node: Any) -> bool:
             return False
         if graph.is_leaf(node):
             return True
-        if graph.name_of(node) not in {"TBackward0", "ToCopyBackward0", "TransposeBackward0"} and not is_sink(node):
+        if graph.name_of(node) not in _FLAT | _OF_WEIGHTS and not is_sink(node):
             return False
         node = node.next_functions[0][0]
     return False
@@ -170,13 +193,19 @@ def _below(place: Place, passed: frozenset[str]) -> Place | None:  # noqa: PLR09
     if name == "PermuteBackward0":
         order = graph.saved_numbers(node, "dims")
         return (*node.next_functions[0], frozenset(order[dim] % len(order) for dim in dims)) if order else None
-    if name not in passed:
+    if name not in passed and not (name == "MulBackward0" and _is_dropout(node, shape)):
         return None
     for below, at in node.next_functions:
         source = None if below is None else graph.shape_at(below, at)
         if source is not None and len(source) == len(shape) and all([source[dim] == shape[dim] for dim in dims]):
             return below, at, dims
     return None
+
+
+def _is_dropout(node: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether a product is that with a mask of the same shape, as dropout makes it."""
+    mask = graph.saved_tensor(node, "other")
+    return mask is not None and not mask.requires_grad and tuple(mask.shape) == shape
 
 
 def _through_view(result: tuple[int, ...], source: tuple[int, ...], dims: Dimensions) -> Dimensions | None:

@@ -238,9 +238,12 @@ def _trains(parameter: torch.Tensor) -> bool:
 
 
 def _is_set(owner: Any, *more: str) -> bool:
-    """Return whether a false attribute of the script's is called nearly as `requires_grad` is, or as one of `more`."""
-    names = [name for name, value in attributes_of(owner).items() if value is False and not name.startswith("_")]
-    return any([name in more or get_close_matches("requires_grad", [name], 1, _SLIP) != [] for name in names])
+    """Return whether an attribute of a name is false; without one, a name with a slip in `requires_grad`."""
+    names = [name for name, value in attributes_of(owner).items() if value is False]
+    if more:
+        return any([name in more for name in names])
+    near = [name for name in names if name.count("_") == 1 and not name.startswith("_")]
+    return get_close_matches("requires_grad", near, 1, _SLIP) != []
 
 
 def unregistered(

@@ -138,7 +138,7 @@ class Schedules:
         return found
 
     def _leaves_groups_out(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the script sets the rates of some groups again and again, and others keep the one of before.
+        """Return whether the script sets the rate of the first group again and again, and others keep the usual one.
 
         With a scheduler that is a choice; and so is a rate of a group's own.
         """
@@ -152,7 +152,7 @@ class Schedules:
         known.rates = rates
         usual = internals.own_attribute(optimizer, "defaults", {}).get("lr")
         kept = [rate for n, rate in zip(known.moves, rates, strict=True) if not n]
-        return max(known.moves) >= _IN_VAIN and kept != [] and {*kept} == {usual} and not self.of(optimizer)
+        return known.moves[0] >= _IN_VAIN and kept != [] and {*kept} == {usual} and not self.of(optimizer)
 
     def _falls_behind(self, name: str, calls: Calls, number: int) -> None:
         """Note a schedule that goes on with each step, from a place far behind its optimizer: that of an epoch."""

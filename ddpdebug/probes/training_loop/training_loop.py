@@ -870,7 +870,7 @@ class Recipe:
         # what reduces by itself does not average by DDP's rule
         ranks = self._state.world if self._state.wrappers else 1
         line, reduced = loop.lines[0] if loop.lines else None, self._state.since.parts[ShardSums].divided
-        other = [Reduced(*found) for found in reduced if found[0] != found[1]] if len(reduced) == 1 else []
+        other = [Reduced(*found) for found in reduced if 0 < found[0] != found[1]] if len(reduced) == 1 else []
         if (sums := loop.losses.of(number, line, ranks, *other)) is not None:
             flags |= Flag.MEANS_ADDED
             detail["accumulation"] = sums
