@@ -97,7 +97,7 @@ def mixed_attention(root: torch.Tensor) -> LossBroadcast | None:
             other = None if used is None else _softmax_of(weights, 3 - summed)
             if used is not None and other is not None and _of_products(used[0]):
                 _note_use(found, used, other[2])
-    return next((told for told in found.values() if told is not None), None)
+    return next(iter([told for told in found.values() if told is not None]), None)
 
 
 def _note_use(found: dict[Any, LossBroadcast | None], used: Place, kept: Dimensions) -> None:
@@ -115,8 +115,10 @@ def _note_use(found: dict[Any, LossBroadcast | None], used: Place, kept: Dimensi
 
 def _softmax_of(operand: tuple[Any, int], dim: int) -> Place | None:
     """Return the softmax that an operand is, in another form or behind dropout, and its dimension there."""
-    places = _down((*operand, frozenset({dim})), _KEPT)
-    return next((place for place in places if graph.name_of(place[0]) in _SOFTMAX), None)
+    for place in _down((*operand, frozenset({dim})), _KEPT):
+        if graph.name_of(place[0]) in _SOFTMAX:
+            return place
+    return None
 
 
 def _of_products(softmax: Any) -> bool:
