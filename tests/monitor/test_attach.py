@@ -98,7 +98,8 @@ def test_the_agreement_probe_leaves_no_trace(rank: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert model.module.training
     monitor.close()
-    assert [finding.code for finding in monitor.findings] == ["RANK107"]
+    told = {(finding.code, finding.phase) for finding in monitor.findings}
+    assert told == {("RANK107", "agreement probe"), ("RANK107", "settings")}
 
 
 def test_raise_ends_all_ranks_at_the_same_step_with_the_same_words(rank: int) -> None:

@@ -312,13 +312,9 @@ class Straggler(PaceRule):
             step=series.since[worst],
             ranks=tuple(blocks[0].ranks[place] for place in places),
             phase=phase,
-            severity=Severity.INFO if shared or (ratio and self._is_cheap(evidence)) else self.severity,
+            severity=Severity.INFO if ratio or shared else self.severity,
             evidence=evidence,
         )
-
-    def _is_cheap(self, evidence: Mapping[str, Any]) -> bool:
-        """Return whether what has a reason (more work, a checkpoint) costs less than twice what is told at all."""
-        return bool(evidence["share"] < 2 * self.straggler_share)
 
     @staticmethod
     def _spent(series: _Series, blocks: Sequence[Timing], places: Sequence[int]) -> tuple[tuple[int, ...], float]:
@@ -472,7 +468,7 @@ class Straggler(PaceRule):
                 step=pauses[0].step,
                 ranks=tuple(ranks),
                 phase="pauses",
-                severity=Severity.INFO if self._is_cheap(evidence) else self.severity,
+                severity=Severity.INFO if share < 2 * self.pause_share else self.severity,
                 evidence=evidence,
             ),
         )
