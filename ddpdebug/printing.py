@@ -13,15 +13,17 @@ import os
 import select
 import stat
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ddpdebug.clock import time
 from ddpdebug.signals import without_signals
 
 #: Seconds that a job's process waits for a reader, in all; a pipe that can be written takes so many bytes at once.
 _SECONDS, _PIECE = 1.0, select.PIPE_BUF
+#: Seconds until a terminal is asked again.
+_AGAIN = 0.01
 _UNWRITABLE = (OSError, ValueError, AttributeError)  # ValueError: it is closed; AttributeError: there is none
 
 
@@ -57,11 +59,17 @@ def write(stream: Any, text: str) -> None:
 
 def put(descriptor: int, data: bytes) -> None:
     """Write bytes to a descriptor as `write` does."""
-    rest = memoryview(data)
+    rest, until = memoryview(data), time.monotonic() + _SECONDS
     with without_signals(), _never_blocking(descriptor) as open_one:
         while rest and _takes_more(open_one):
-            with suppress(BlockingIOError):  # a terminal has room for less than was tried
+            try:
                 rest = rest[os.write(open_one, rest[:_PIECE]) :]
+            except BlockingIOError:  # a terminal that has room, and not enough for the end of a line
+                if _Patience.seconds == math.inf:
+                    raise
+                if time.monotonic() > until:
+                    return
+                time.sleep(_AGAIN)
 
 
 @contextmanager

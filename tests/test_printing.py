@@ -118,6 +118,18 @@ def test_nobody_is_there_to_read() -> None:
     os.close(writing)
 
 
+def test_a_terminal_without_room_for_the_end_of_a_line() -> None:
+    """It says that it has room, and takes nothing: a newline becomes two characters there."""
+    code = _JOB.format(before="write = os.write\ndef full(*_):\n    raise BlockingIOError\nos.write = full", after="")
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("range(40)", "range(2)")], stderr=follower, check=False, timeout=60
+    )
+    assert done.returncode == 7
+    os.close(leader)
+    os.close(follower)
+
+
 def test_a_terminal_whose_foreground_is_another_job() -> None:
     """With `stty tostop` a write from the background stops who writes."""
     leader, follower = pty.openpty()

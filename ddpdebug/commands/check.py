@@ -80,9 +80,8 @@ def _from_outside(request: Request) -> int:
 def _verdict(request: Request, directory: Path, run_id: str, golden: Facts | None) -> Verdict:
     config, given = request.config, {key: value for key, value in request.given.items() if key != "golden"}
     witness, disk = run_ranks(replace(request, given=given), directory, run_id), Disk(mode_of(config.file_mode))
-    with contextlib.suppress(
-        OSError, UsageError, ValueError
-    ):  # no run directory, say: the ranks' ends are judged all the same
+    # without a run directory, say, the ends of the ranks are judged all the same
+    with contextlib.suppress(OSError, UsageError, ValueError):
         judge_last_calls(directory, witness.statuses, disk)
     note = "" if golden is None else hold_to(golden, directory, disk)
     verdict = judge_directory(directory, witness, config.fail_on, require_checks=config.require_checks)

@@ -198,6 +198,7 @@ def test_lightning_loads_nothing_where_nobody_watches() -> None:
     light = [
         "ddpdebug",
         "ddpdebug._version",
+        "ddpdebug.clock",
         "ddpdebug.printing",
         "ddpdebug.signals",
         "ddpdebug.trainers",
