@@ -29,9 +29,9 @@ _AXES: Fields = {
 
 _MIXED: dict[str, Fields] = {
     "view": {
-        "title": "a view takes other dimensions than the last layer's features for the classes of the loss",
+        "title": "a view or reshape before the loss mixes the classes with other dimensions",
         "causes": (
-            "`view(-1, classes)` of (batch, classes, height, width): its rows are runs of pixels",
+            "`view` or `reshape(-1, classes)` of (batch, classes, height, width): its rows are runs of pixels",
             "`view(batch, classes, time)` of (batch, time, classes) for a loss that wants the classes second",
             "intended: the features are no classes, and as many by chance",
         ),
@@ -119,7 +119,8 @@ class LossBroadcast(EventRule):
 
     def judge(self, fact: announcements.LossBroadcast) -> Fields | None:
         if fact.mixed is not None:
-            shown = {"before": list(fact.prediction), "loss_of": list(fact.result), "summed_over": list(fact.summed)}
+            what = {"view": "output_of_the_layer", "softmax": "softmax_of", "attention": "weights"}[fact.mixed]
+            shown = {what: list(fact.prediction), "given_to_loss": list(fact.result), "summed_over": list(fact.summed)}
             evidence = {name: value for name, value in shown.items() if value}
             return {"subject": (fact.loss,), "phase": fact.mixed, "evidence": evidence, **_MIXED[fact.mixed]}
         if fact.layer is not None:
