@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.clock import time
 from ddpdebug.devices import arrival, captures
-from ddpdebug.forensics.replay.prepared import Prepared
-from ddpdebug.forensics.replay.tracer import Stopped, Tracer
+from ddpdebug.forensics.forward_trial import SECONDS, Operations, again, prepared
+from ddpdebug.forensics.replay.tracer import Stopped
 from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, user_location
-from ddpdebug.nested import leaves, mapped, tensors_in
+from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.announcements import Announce, TokenChange
 from ddpdebug.schema.wire import from_json, to_json
@@ -33,7 +32,6 @@ from ddpdebug.schema.wire import from_json, to_json
 #: A number that may still be on a device.
 Value = Callable[[], float]
 
-_SECONDS = 20.0
 #: Positions that must be compared, and different tokens among them: fewer are equal by chance.
 _LEAST, _KINDS = 8, 3
 _MAX_TOKENS = 1 << 22
@@ -93,7 +91,7 @@ def _relation(tokens: torch.Tensor, target: torch.Tensor, ignored: int) -> Relat
         per_sample = counted.sum(1)
         sample = int(per_sample.argmax())
         places = counted[sample].nonzero().flatten().tolist()
-        position = places[-1] + 1 if moved else places[len(places) // 2]
+        position = places[-min(2, len(places))] + 1 if moved else places[len(places) // 2]
         return Relation(tokens=tokens, moved=moved, sample=sample, position=position)
     return None
 
@@ -127,18 +125,12 @@ class _Pass:
 
 def look(capture: ForwardCapture, known: Relation) -> TokenChange | None:
     """Return the effect of another token on the outputs; None if it cannot be measured."""
-    module = capture.module()
-    if module is None or capture.lost() or capture.changed() or _refuses(module):
-        return None
     other = known.tokens.clone()
     row = other[known.sample]
     values = known.tokens.flatten()
     row[known.position] = values[values != row[known.position]][0]
-    modes = dict.fromkeys(capture.names, False)
     try:
-        runs = [
-            _run(capture, known, tokens, Prepared(module, capture.buffers, modes)) for tokens in (known.tokens, other)
-        ]
+        runs = [_run(capture, known, tokens) for tokens in (known.tokens, other)]
         return _compared(known, *runs)
     except (Exception, Stopped) as error:
         if is_users(error):
@@ -146,62 +138,63 @@ def look(capture: ForwardCapture, known: Relation) -> TokenChange | None:
         return None
 
 
-def _refuses(module: torch.nn.Module) -> bool:
-    """Whether one rank must not run the module alone."""
-    parts = list(internals.modules(module))
-    return internals.anything_compiled() or any(
-        internals.is_compiled(part) or internals.is_parallel(part) or isinstance(part, torch.jit.ScriptModule)
-        for part in parts
-    )
+def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor) -> _Pass:
+    seen, ready = _Pass(), prepared(capture)
+    if ready is None:
+        raise Stopped
+    scores: list[torch.Tensor] = []  # of a model that returns its loss alone
 
+    def note(name: str, args: tuple[Any, ...], _: Any) -> None:
+        if name == "_log_softmax":
+            scores.extend(_outputs(args[0], known))
 
-def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor, prepared: Prepared) -> _Pass:
-    seen = _Pass()
+    def changed(value: Any) -> Any:
+        """Return the other tokens in place of those that are known, which lie on the same memory."""
+        return tokens if is_a(value, torch.Tensor) and known.tokens.is_set_to(value) else value
 
-    def given(value: Any) -> Any:
-        """Return an argument with the other tokens in place of those that are known, which lie on the same memory."""
-        return prepared.argument(
-            mapped(value, lambda item: tokens if is_a(item, torch.Tensor) and known.tokens.is_set_to(item) else item)
-        )
-
-    args = tuple([given(value) for value in capture.args])
-    kwargs = {key: given(value) for key, value in capture.kwargs.items()}
-    tracer = Tracer(lambda: (None, None, 0), time.monotonic() + _SECONDS)
+    mode = Operations(note)
     handles = [
-        part.register_forward_hook(_keeper(seen, name, known, tracer), with_kwargs=True)
-        for name, part in internals.named_modules(prepared.module)
+        part.register_forward_hook(_keeper(seen, name, known, mode), with_kwargs=True)
+        for name, part in internals.named_modules(ready.module)
         if name
     ]
-    capture.rng.restore()
     try:
-        with torch.no_grad(), capture.autocast.again(), internals.as_users(), tracer:
-            output = prepared.module(*args, **kwargs)
+        output = again(capture, ready, changed, mode)
     finally:
         for handle in handles:
             handle.remove()
-    shape = known.tokens.shape
     for tensor in tensors_in(output):
-        if tensor.is_floating_point() and internals.is_plain(tensor) and tensor.dim() > 1:
-            flat = tensor.dim() == 2 and tensor.shape[0] == shape.numel() != shape[0]
-            table = tensor.unflatten(0, shape) if flat else tensor
-            if table.dim() > 2 and table.shape[:2] == shape:
-                row = table[known.sample]  # of a large vocabulary every so many words tell as much
-                seen.outputs.append(row[..., :: 1 + row.nbytes // _KEPT_BYTES].clone())
+        seen.outputs.extend(_outputs(tensor, known))
+    seen.outputs = seen.outputs or scores
     return seen
 
 
-def _keeper(seen: _Pass, name: str, known: Relation, tracer: Tracer) -> Callable[..., None]:
+def _outputs(tensor: torch.Tensor, known: Relation) -> list[torch.Tensor]:
+    """Return what a tensor of outputs for all positions has for the sample; an empty list for another tensor."""
+    if not tensor.is_floating_point() or not internals.is_plain(tensor) or tensor.dim() < 2:
+        return []
+    batch, length = known.tokens.shape
+    positions = tensor.shape[0] // batch if tensor.dim() == 2 else tensor.shape[1]
+    rows = batch * positions if tensor.dim() == 2 else batch
+    if positions not in {length, length - 1} or tensor.shape[0] != rows:  # whole, or without the last
+        return []
+    row = tensor.reshape(batch, positions, -1)[known.sample]
+    # of a large vocabulary every so many words tell as much
+    return [row[..., :: 1 + row.nbytes // _KEPT_BYTES].clone()]
+
+
+def _keeper(seen: _Pass, name: str, known: Relation, mode: Operations) -> Callable[..., None]:
     """Return a hook that keeps one sample of what a module is given and returns."""
 
     def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-        tracer.muted = True
+        mode.muted = True
         try:
             given, made = (
                 [t for t in map(part, tensors_in(value)) if t is not None] for value in ((args, kwargs), output)
             )
             seen.calls.append((name, given, made))
         finally:
-            tracer.muted = False
+            mode.muted = False
 
     def part(tensor: torch.Tensor) -> torch.Tensor | None:
         if not tensor.is_floating_point() or tensor.dim() < 2 or not internals.is_plain(tensor):
@@ -246,8 +239,8 @@ def _mixer(at: int, one: _Pass, other: _Pass) -> str | None:
     def early(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         return any(_change(a[:at], b[:at], a) > 0 for a, b in zip(some, others, strict=False))
 
-    for (name, given, made), (again, given_then, made_then) in zip(one.calls, other.calls, strict=False):
-        if name == again and early(made, made_then) and not early(given, given_then):
+    for (name, given, made), (name_then, given_then, made_then) in zip(one.calls, other.calls, strict=False):
+        if name == name_then and early(made, made_then) and not early(given, given_then):
             return name
     return None
 
@@ -328,7 +321,7 @@ class Leaks:
             if found is not None:
                 self._announce(replace(found, step=step, first_loss=first, loss=low, location=line))
 
-        self._children.run("probe:leaks", work, 2 * _SECONDS, take)
+        self._children.run("probe:leaks", work, 2 * SECONDS, take)
 
     def drop(self) -> None:
         """Release the forward that is kept."""

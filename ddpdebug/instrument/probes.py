@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ddpdebug.device_fingerprint import forget_tables
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.forensics.loss.dropout_calls import dropout_calls
+from ddpdebug.forensics.sample_mixing import Mixing
 from ddpdebug.forensics.target_leak import Leaks
 from ddpdebug.instrument.patches import Patches
 from ddpdebug.isolation.child import Children
@@ -166,6 +167,7 @@ class Probes:
             captures=self.captures,
             announce=announce,
             leaks=Leaks(self.children, guard, announce, looks_at_all),
+            mixing=Mixing(self.children, guard, announce, looks_at_all),
             dropout_calls=dropout_calls,
         )
         self.evaluations = Evaluations(

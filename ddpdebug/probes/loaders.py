@@ -85,6 +85,7 @@ class Loaders:
         self._asked = state.clock.now()
         self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
         self.samples: int | None = None  # in the data set over which an epoch was begun last
+        self.batch: int | None = None  # samples in a batch of that loader
         bus.on("probe:splits", SubsetMade, self._subset_made)
         bus.on("probe:loader", EpochBegan, self.begin)
         bus.on("probe:loader", WorkersBegan, self._workers_began)
@@ -115,7 +116,7 @@ class Loaders:
             self._known[loader] = known
         known["iterations"] += 1
         self._newest = known["index"]
-        self.samples = length_of(dataset)
+        self.samples, self.batch = length_of(dataset), own.get("batch_size")
         self._whole = batches_of(loader) == 1
         self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()

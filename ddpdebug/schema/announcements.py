@@ -1048,6 +1048,36 @@ class TokenChange(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMixing(Announcement):
+    """What a sample's outputs owe to the others of its batch, or to its place in it; see forensics/sample_mixing.py."""
+
+    topic: ClassVar[str] = "alone:mixing"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    step: int | None = None
+    samples: int
+    change: float  # of the sample that changes least, as a share of the largest output; 0 for independent ones
+    pooled: bool = False  # outputs have no positions
+    operation: str | None = None  # the first that makes of independent rows some that are not
+    module: str | None = None  # path of that in which it runs
+    location: str | None = None  # of the operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddingEffect(Announcement):
+    """The effect of less padding on a model that is given a mask of it; see forensics/padded.py."""
+
+    topic: ClassVar[str] = "alone:padding"
+    scope: ClassVar[Scope] = Scope.ALONE
+
+    step: int | None = None
+    change: float  # of outputs at real positions, as a share of the largest
+    length: int  # positions of the batch
+    kept: int  # of these, without the padding that was taken away
+    location: str | None = None  # of the forward's call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationLine(Announcement):
     """The line whose losses, without gradients and in eval mode, are the validation loss from now on.
 
@@ -1183,6 +1213,8 @@ TOPICS = _by_topic(
         AddedMask,
         UnusedSchedule,
         Restored,
+        PaddingEffect,
+        SampleMixing,
         TokenChange,
         ValidationLine,
         Hang,

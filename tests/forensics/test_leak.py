@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.detectors.rcp.rcp821_target_leak import TargetLeak
-from ddpdebug.forensics import target_leak as leak
+from ddpdebug.forensics import forward_trial, target_leak as leak
 from ddpdebug.forensics.replay.replay import replay
 from ddpdebug.forensics.target_leak import Leaks, look, relation
 from ddpdebug.isolation.child import Children
@@ -90,6 +90,29 @@ def test_a_missing_mask_is_told(order: str) -> None:
     assert (found.targets, found.module, found.length) == ("moved", "mixer", LENGTH)
     assert found.before > 0.02
     assert told(Model(causal), tokens, target.flatten(), *more) is None
+
+
+class Whole(nn.Module):
+    """Computes its own loss, and returns nothing else."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = Model(mix)
+
+    def forward(self, text: Tensor, labels: Tensor) -> Tensor:
+        scores = self.model(text)[:, : labels.shape[1]]
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_model_that_returns_its_loss_alone_is_asked_by_its_scores(cut: bool) -> None:
+    """What the softmax of its loss is given; also where the last position, which has no target, is left out."""
+    whole = text(length=LENGTH + 1)
+    tokens, target = (text(), text()[:, 1:]) if cut else (whole[:, :-1], whole[:, 1:])
+    found = told(Whole(everywhere), tokens, target.flatten(), target)
+    assert found is not None
+    assert found.module == "model.mixer"
+    assert told(Whole(causal), tokens, target.flatten(), target) is None
 
 
 def test_targets_that_were_not_moved() -> None:
@@ -172,7 +195,7 @@ def test_a_part_that_is_spread_over_ranks_is_not_run() -> None:
     capture = capture_of(model, text())
     known = relation(capture, text()[:, 1:].flatten(), -100)
     assert known is not None
-    assert leak._refuses(model)
+    assert forward_trial.refuses(model)
     assert look(capture, known) is None
     assert "head is a module of DTensors" in str(replay(capture).reason)
 

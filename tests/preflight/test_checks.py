@@ -121,7 +121,7 @@ FIRES: dict[str, tuple[Make, str, str, Status, str]] = {
         lambda: cases.trained(cases.Attention(causal=True, drops=False), cases.tokens(), cases.over_tokens),
         "gradient flow", "eval mode repeats", Status.WARN, "RCP820"),
     "batch leaks": (
-        lambda: cases.trained(cases.Mixing(0)), "gradient flow", "samples are independent", Status.WARN, ""),
+        lambda: cases.trained(cases.Mixing(0)), "gradient flow", "samples are independent", Status.WARN, "RCP825"),
 }  # fmt: skip
 
 

@@ -109,6 +109,7 @@ def _batch(subject: Subject, call: _Call, base: list[Tensor], again: list[Tensor
         if leaks
         else f"another first sample leaves the outputs of the {size - 1} other samples as they are",
         name="samples are independent",
+        code="RCP825",
         hypotheses=(
             "view or reshape where transpose or permute is meant",
             "a softmax, norm or attention over the batch dimension (batch_first=False)",

@@ -196,6 +196,19 @@ class LeakSearch(Protocol):
         """Release all kept objects."""
 
 
+class MixingSearch(Protocol):
+    """The test whether outputs for a sample follow the others of its batch; see `forensics/sample_mixing.py`."""
+
+    def loss(self, capture: ForwardCapture, loaded: int | None) -> None:
+        """Take the forward of a step's loss, and the size of the newest loader's batches."""
+
+    def work(self, step: int) -> None:
+        """Continue the test; its result is announced."""
+
+    def drop(self) -> None:
+        """Release all kept objects."""
+
+
 def _none(module: torch.nn.Module) -> tuple[Sequence[DropoutCall], bool]:
     del module
     return (), False
@@ -211,6 +224,7 @@ class Recipe:
         captures: keeps the forwards for `leaks`.
         announce: tells all ranks.
         leaks: asks whether a language model sees its targets; None does not ask.
+        mixing: asks whether samples of a batch depend on each other; None does not ask.
         dropout_calls: reads the calls of dropout functions from a module's source.
     """
 
@@ -226,6 +240,7 @@ class Recipe:
         captures: ForwardCaptures,
         announce: Announce,
         leaks: LeakSearch | None = None,
+        mixing: MixingSearch | None = None,
         dropout_calls: DropoutCalls = _none,
     ) -> None:
         self._state, self._guard, self._models, self._calls, self._captures = state, guard, models, calls, captures
@@ -246,7 +261,8 @@ class Recipe:
         self._targets, self._moves, self._epochs, self._put_in = Targets(), FrozenMoves(), Epochs(), PutIn()
         self._settings = Settings()
         self._views, self._axes = Views(), Axes(self._entries)
-        self._leaks, self._loop = leaks, _Loop()
+        self._leaks, self._mixing, self._loop = leaks, mixing, _Loop()
+        self._trials = [trial for trial in (leaks, mixing) if trial is not None]
         self._passes: dict[str | None, int] = {}
         self._told: dict[type[Announcement], dict[Hashable, int]] = {}
         self._known: dict[type[Announcement], set[Hashable]] = {}  # what was told once
@@ -521,8 +537,8 @@ class Recipe:
         self._stepping.clear()
         self._closure, self._loop = None, _Loop()
         self._labels.take({})
-        if self._leaks is not None:
-            self._leaks.drop()
+        for trial in self._trials:
+            trial.drop()
 
     def _fails(self, event: events.ForwardFailed) -> None:
         self.abort()
@@ -625,8 +641,8 @@ class Recipe:
             settings = self._run("probe:labels", self._settings.look, root, line, by_scaler=scaled)
             if settings is not None:
                 self._announce(self._at(settings[1]), settings[0])
-        if len(found) == 1:
-            self._run("probe:leaks", self._compare, found[0], root, scale, scaled=scaled)
+        if self._captures.current and not (dist.is_initialized() and dist.get_rank()):  # one rank asks for all
+            self._run("probe:leaks", self._try_forward, found, root, scale, scaled=scaled)
         if number == 1:
             self._look_at_first(found, root, scale, line)
 
@@ -660,22 +676,19 @@ class Recipe:
             if first is not None:
                 self.tell(replace(first, location=line))
 
-    def _compare(self, term: Term, root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
-        """Let one rank compare a loss's targets with the inputs, once it has fallen far."""
-        captures = self._captures.current
-        if (
-            self._leaks is None
-            or not captures
-            or (scaled and (scale is None or math.isnan(scale)))
-            or (dist.is_initialized() and dist.get_rank())
-        ):
+    def _try_forward(self, found: list[Term], root: torch.Tensor, scale: float | None, *, scaled: bool) -> None:
+        """Let the forward be tried with other inputs: its targets' once, when the loss has fallen far."""
+        newest = self._captures.current[-1]
+        if self._mixing is not None:
+            self._mixing.loss(newest, self._loaders.batch)
+        if self._leaks is None or len(found) != 1 or (scaled and (scale is None or math.isnan(scale))):
             return
 
         def reader() -> Callable[[], float]:
             read = loss_reader(root.detach(), None)
             return lambda: read() / (scale or 1.0)
 
-        self._leaks.loss(captures[-1], *target_of(term), reader)
+        self._leaks.loss(newest, *target_of(found[0]), reader)
 
     def _end_backward(self, _: events.BackwardEnded) -> None:
         """See which gradients have come."""
@@ -784,8 +797,8 @@ class Recipe:
         if self._state.in_backward or len(self._stepping) > 1:
             return
         run = self._run
-        if self._leaks is not None:
-            run("probe:leaks", self._leaks.work, self._state.next_step())
+        for trial in self._trials:
+            run("probe:leaks", trial.work, self._state.next_step())
         shown, loop = self._state.since.parts[RecipeNotes], self._loop
         flags = self._resized(loop.elements)
         detail = shown.recipe
@@ -985,8 +998,8 @@ class Recipe:
         """Begin the next step after one that GradScaler did not let happen."""
         self._run("probe:clearing", self.clearing.after_step, event.optimizer)
         self._run("probe:schedules", self.schedules.forgive)
-        if self._leaks is not None:
-            self._leaks.drop()
+        for trial in self._trials:
+            trial.drop()
         self._labels.take({})
         self._loop = _Loop()
 
