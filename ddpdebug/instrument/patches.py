@@ -398,8 +398,9 @@ class Patches:
         self._bus.emit(events.SchedulerBuilt(scheduler))
 
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        given = *args, *kwargs.values()
-        self._bus.emit(events.SchedulerStepped(scheduler, absolute=any([one is not None for one in given])))
+        given = [one for one in (*args, *kwargs.values()) if one is not None]
+        measure = next(iter([float(one) for one in given if type(one) in {int, float}]), None)
+        self._bus.emit(events.SchedulerStepped(scheduler, absolute=bool(given), measure=measure))
 
     def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
         self._bus.emit(events.SubsetMade(subset, user_location()))

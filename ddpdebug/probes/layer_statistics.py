@@ -119,10 +119,10 @@ class LayerSamples(Part, key="probe:layers"):
             digest = before.get(name)
             parameters[name] = LayerParameter(
                 norm=_shown(weight),
-                grad_norm=_shown(gradients[name]) if name in gradients else None,
+                grad_norm=_shown(gradients[name]) if name in gradients and fact["given"] else None,
                 update=_shown(update),
                 digest=None if digest is None else hex_digest(digest),
-                **{key: value for key, value in fact.items() if key != "block"},
+                **{key: value for key, value in fact.items() if key not in {"block", "given"}},
             )
         return LayerStatistics(modules=modules, parameters=parameters, order=tuple(self.names))
 
@@ -350,6 +350,7 @@ class Layers:
             rate = rates.get(id(parameter))
             fact: dict[str, Any] = {"numel": parameter.numel(), "block": block.numel(), "dim": parameter.dim()}
             fact["lr"] = float(rate) if isinstance(rate, int | float) else None
+            fact["given"] = parameter.grad is not None  # what was taken away before the step moves nothing
             notes.names.append(name)
             notes.facts.append(fact)
             self._blocks.append(block)

@@ -1,7 +1,8 @@
-"""Optimizers that train copies of the wrapped model, as meta-learning's inner loop does: intended, on each rank.
+"""Optimizers that train copies of the model, as meta-learning's inner loop does: intended, on each rank.
 
 A copy is known by what it holds: as its optimizer begins, after a step of the model, it is equal to the model bit for
-bit, while the model has not been in a backward of its own and another optimizer holds it. A second model that began as
+bit, while the model has not been in a backward of its own and another optimizer holds it. Without a DDP the model is
+what other optimizers hold. A second model that began as
 a copy and is no longer equal once the model has stepped is trained beside it, and is looked at.
 """
 
@@ -30,7 +31,7 @@ class _Known(NamedTuple):
 
 
 class ModelCopies:
-    """Decides for an optimizer that is about to step whether it trains a copy of a DDP's model."""
+    """Decides for an optimizer that is about to step whether it trains a copy of another model."""
 
     def __init__(self, bus: Bus, state: StepState, built: Built) -> None:
         self._bus, self._state, self._built = bus, state, built
@@ -39,8 +40,7 @@ class ModelCopies:
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the coming step is that of a copy. Reads the parameters once after each step of the model."""
-        wrappers = self._state.wrappers
-        if not wrappers or self._state.in_backward:
+        if self._state.in_backward:
             return False
         made = sum(watch.step for watch in self._state.watches)
         if made != self._round:
@@ -65,21 +65,27 @@ class ModelCopies:
         params = internals.params(optimizer)
         if not params or self.model_runs():
             return False
-        models = [module for wrapper in self._state.wrappers if (module := wrapper.module()) is not None]
-        own = {id(p): p for module in models for p in internals.parameters(module)}
-        if any([id(p) in own or p.device.type != "cpu" for p in params]):
+        own = self._of_model(optimizer)
+        if any([id(p) in own or p.device.type != "cpu" or not internals.is_plain(p) for p in params]):
             return False
         shapes = {_shape(p) for p in own.values()}
-        if not all([_shape(p) in shapes for p in params]) or not self._held_by_another(own):
+        if not all([_shape(p) in shapes for p in params]):
             return False
-        contents = {(_shape(p), fingerprint.fingerprint(p)) for p in own.values() if p.device.type == "cpu"}
+        plain = [p for p in own.values() if p.device.type == "cpu" and internals.is_plain(p)]
+        contents = {(_shape(p), fingerprint.fingerprint(p)) for p in plain}
         if _all(lambda p: not _varies(p), params):  # zeros and ones are what other models begin with too
             return False
         return _all(lambda p: (_shape(p), fingerprint.fingerprint(p)) in contents, params)
 
-    def _held_by_another(self, own: Mapping[int, torch.Tensor]) -> bool:
-        held = [p for o in self._built.optimizers for p in internals.params(o)]
-        return any([id(p) in own for p in held])
+    def _of_model(self, optimizer: torch.optim.Optimizer) -> Mapping[int, torch.Tensor]:
+        """Return the parameters of what may be copied, by id: of the DDPs' models if another optimizer holds some."""
+        others = [o for o in self._built.optimizers if o is not optimizer]
+        held = {id(p): p for o in others for p in internals.params(o)}
+        if not self._state.wrappers:
+            return held
+        models = [module for wrapper in self._state.wrappers if (module := wrapper.module()) is not None]
+        own = {id(p): p for module in models for p in internals.parameters(module)}
+        return own if not held.keys().isdisjoint(own) else {}
 
 
 def _shape(p: torch.Tensor) -> tuple[object, ...]:

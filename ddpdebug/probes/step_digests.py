@@ -317,7 +317,8 @@ class StepDigests:
             digests=digests,
             touched=touched,
             touched_norms=touched_norms,
-            missing=[n for n, p in pairs if p.grad is None and p.requires_grad],
+            # what had one in backward lost it on purpose, as a layer that rests for a while
+            missing=[n for n, p in pairs if p.grad is None and p.requires_grad and id(p) not in sums.local],
             summed=summed,
             local=lambda: read_both()[:count],
             reduced_summed=reduced_summed,

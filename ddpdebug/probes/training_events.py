@@ -597,10 +597,11 @@ class SchedulerBuilt(Event):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStepped(Event):
-    """`scheduler.step()` is called; `absolute` where it is given an epoch or a measure."""
+    """`scheduler.step()` is called; `absolute` where it is given an epoch or a measure, `measure` if it is a number."""
 
     scheduler: Any
     absolute: bool
+    measure: float | None = None
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------

@@ -991,6 +991,8 @@ class UnusedSchedule(Announcement):
     passes: int = 0  # backward passes, where the run came to its end
     world: int | None = None  # ranks, where its optimizer stepped to that end
     begins_again: bool = False  # it is at its start, and its optimizer has come with `steps` behind it
+    cuts: int = 0  # of the rate, by a measure that has become worse with each call
+    measures: tuple[float, ...] = ()  # the first and the last of these
     location: str | None = None  # where it is stepped
 
 

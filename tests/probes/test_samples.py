@@ -58,6 +58,20 @@ def test_evaluations_of_what_is_trained_on(share: float, expected: list[int]) ->
     assert [min(n, 16) for n in found] == expected
 
 
+@pytest.mark.parametrize("varies", [False, True])
+def test_everything_in_one_forward(varies: bool) -> None:
+    """Of a whole graph the loss chooses what counts; where another batch was trained on, an evaluation has its own."""
+    known, whole = Known(), torch.randn(32, 8)
+    found = []
+    for _ in range(3):
+        for _ in range(2):
+            known.trains(lambda: [torch.randn(32, 8) if varies else whole])
+        known.trains(lambda: [whole])
+        known.evaluates(lambda: [whole])
+        found.append(known.ends(evaluated=True))
+    assert any(found) == varies
+
+
 def test_an_evaluation_with_data_of_its_own_beside() -> None:
     """The loss over training data is wanted beside the other one, and steps without a loss are no evaluation."""
     known, trained = Known(), torch.randn(32, 8)

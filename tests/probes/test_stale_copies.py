@@ -65,6 +65,19 @@ def test_copies_that_change_and_other_models() -> None:
     assert evaluate(nn.Linear(3, 4).eval(), model, steps) == []
 
 
+def test_an_average_of_a_model_that_is_mostly_frozen() -> None:
+    """What is trained follows; what is frozen has nothing to follow."""
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)])
+    model[:5].requires_grad_(False)
+    average = copy.deepcopy(model).eval()
+
+    def moves() -> None:
+        follow(average[5], model[5])
+
+    assert evaluate(average, model, [10, 20, 30, 40, 50], moves) == []
+    assert evaluate(average, model, [10, 20, 30, 40, 50]) == [4]
+
+
 def test_a_reference_that_is_a_part_of_the_loss() -> None:
     """It runs with gradients in the step after the evaluation that has seen it first; until then it is waited for."""
     model = nn.Linear(3, 2)

@@ -966,6 +966,31 @@ def test_a_schedule_counted_in_another_unit(length: int, each: int, phase: str |
     assert [finding.phase for finding in found] == ([phase] if phase else [])
 
 
+@pytest.mark.parametrize(
+    "mode, measures, told",
+    [
+        ("min", [0.4, 0.5, 0.6, 0.7, 0.8, 0.9], True),
+        ("max", [0.4, 0.5, 0.6, 0.7, 0.8, 0.9], False),
+        ("max", [2.0, 1.5, 1.2, 1.0, 0.9, 0.8], True),
+        ("min", [2.0, 1.5, 1.6, 1.7, 1.8, 1.9], False),  # it was better once
+    ],
+)
+def test_a_measure_that_moves_the_wrong_way(mode: Any, measures: list[float], told: bool) -> None:
+    """The rate is cut again and again, and no measure was as good as the first."""
+    seen, optimizer = Schedules(ENTRIES), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = ReduceLROnPlateau(optimizer, mode=mode, patience=0)
+    found = []
+    for measure in measures:
+        trained(seen, optimizer, 8)
+        seen.moved(schedule, measure)
+        schedule.step(measure)
+        found += seen.paces()
+    assert [fact.measures[0] for fact in found] == ([measures[0]] if told else [])
+    for fact in found:
+        (finding,) = SchedulerOutOfStep().compare(fact.topic, {0: fact})
+        assert finding.phase == "measure"
+
+
 def test_a_rate_that_the_optimizer_does_not_read() -> None:
     """A schedule of another optimizer and an attribute are in vain; one that shares its groups is not."""
     weight = nn.Parameter(torch.ones(1))

@@ -68,6 +68,15 @@ _AGAIN: Fields = {
         "or make the scheduler with `last_epoch=` the number of calls that it had",
     ),
 }
+_WORSE: Fields = {
+    "title": "the schedule lowers the rate because its measure has moved the wrong way from the first call on",
+    "phase": "measure",
+    "causes": (
+        "`ReduceLROnPlateau` is given a measure that shall rise (an accuracy) in its usual mode, which is `min`",
+        "what it is given really becomes worse: the model overfits, or the measure is not that of what is trained",
+    ),
+    "actions": ('pass `mode="max"` for a measure that shall rise', "or give it the validation loss"),
+}
 #: What these are told is no total.
 _BY_FACTOR = frozenset({"StepLR", "MultiStepLR", "ExponentialLR"})
 
@@ -81,7 +90,8 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     """The learning-rate scheduler advanced more often than the optimizer, once per micro-batch say, or never.
 
     Or it is stepped per batch and its lengths are counted in epochs, or the other way round. Or the run ends, and the
-    schedule is as many times longer as there are ranks, or micro-batches in a step.
+    schedule is as many times longer as there are ranks, or micro-batches in a step. Or `ReduceLROnPlateau` has cut the
+    rate twice, and none of its measures was as good as the first.
 
     Impact: the learning rate decays too early or too late by a factor: a warm-up that ends after a fraction of its
     length, a rate near 0 for most of the run, or a schedule that never moves.
@@ -152,6 +162,7 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
         source="the last batch of an epoch may be dropped in the one count and not in the other",
     )
     fires_on = Examples(
+        lambda: _used(6, 48, 0, **{"class": "ReduceLROnPlateau", "cuts": 3, "measures": [0.4, 0.8]}),
         lambda: Facts(topic="alone:schedule", values={0: {"class": "LambdaLR", "steps": 50, "begins_again": True}}),
         lambda: _used(4, 60, 0, begins_again=True),
         lambda: _used(40, 40, 6),
@@ -193,6 +204,10 @@ class SchedulerOutOfStep(WindowHabit, EventRule):
     def judge(self, fact: UnusedSchedule) -> Fields | None:
         if fact.begins_again:
             return self._again(fact)
+        if fact.cuts:
+            first, last = fact.measures
+            evidence = {"cuts": fact.cuts, "first_measure": first, "last_measure": last, "calls": fact.calls}
+            return {**_WORSE, "severity": Severity.WARNING, "subject": (fact.class_name,), "evidence": evidence}
         if not fact.calls:
             return self._never(fact)
         if fact.length is None or not fact.steps:

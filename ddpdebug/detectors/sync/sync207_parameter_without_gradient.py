@@ -10,7 +10,7 @@ from ddpdebug.detectors.examples import contract, gradients, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import find_unused, gradient_classes, missing
 from ddpdebug.schema.announcements import Failure
-from ddpdebug.schema.details import Contract
+from ddpdebug.schema.details import Contract, Gradients
 from ddpdebug.schema.row import Flag
 
 #: What torch's reducer raises at the forward after a step in which some gradient never came.
@@ -114,7 +114,7 @@ class ParameterWithoutGradient(Detector):
         without = missing(step)
         if gradient_classes(step) and without and step.answers(Contract) and not find_unused(step):
             yield self._report(step, without, "its bucket may never be reduced")
-        elif counted[1] == int(self.no_gradient_steps) and _lacking(step):
+        elif counted[1] == int(self.no_gradient_steps) and _lacking(step) and (without or not step.answers(Gradients)):
             yield self._report(step, without, f"no gradient in {counted[1]} checked steps")
 
     def compare(self, topic: str, facts: Mapping[int, Any]) -> Findings:

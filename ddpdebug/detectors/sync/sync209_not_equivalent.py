@@ -53,6 +53,13 @@ _UPDATED = (
 )
 
 
+_OFFER: Fields = {
+    "title": "each rank divides its loss by a number of its own; `ddpdebug equivalence` says whether it matters",
+    "actions": (
+        "run `ddpdebug equivalence script.py`, if tokens shall weigh the same",
+        "for token averages use `loss_sum * world_size / global_tokens`, with a token count that was all-reduced",
+    ),
+}
 _AGREES: dict[str, Any] = {"world": 2, "step": None, "bound": 1e-11, "dtype": "float64", "compared": 2, "off": {}}
 
 
@@ -65,8 +72,9 @@ class NotEquivalent(Detector):
     """The gradient that the ranks agreed on differs from the gradient of one process that sees the whole global batch.
 
     `ddpdebug equivalence` and `assert_equivalent` measure it; a watched run does not, because it has no second process
-    to compare with. It says once, as an `info` (phase `counts`), where that is worth measuring: where each rank divides
-    its loss by a number of its own, such as its labels that count, and these differ in most steps.
+    to compare with. It says once (phase `counts`) where that is worth measuring: where each rank divides its loss by a
+    number of its own, such as its labels that count, and these differ in most steps. This is an `info`; and a warning
+    where each rank's number is the same in every step, such as the size of its batches.
 
     Impact: the result depends on the number of ranks: a change of world size silently changes the loss, the effective
     learning rate or the weight of single samples and tokens.
@@ -111,6 +119,7 @@ class NotEquivalent(Detector):
         lambda: Facts(topic="equivalence", values={0: _facts(0.5, 2), 1: _AGREES}),
         lambda: Facts(topic="equivalence", values=dict.fromkeys(range(2), _facts(1, 2, residual=0.1, batch_norm=True))),
         lambda: Facts(topic="targets", values={0: _counted(210), 1: _counted(*range(120, 136))}),
+        lambda: Facts(topic="targets", values={0: _counted(32), 1: _counted(8)}),
         lambda: Facts(topic="equivalence", values={rank: _on_mesh(rank) for rank in range(4)}),
         lambda: Facts(
             topic="equivalence",
@@ -149,16 +158,28 @@ class NotEquivalent(Detector):
         if apart < self.counts_apart:
             return
         self._offered = True
+        fixed = all(len({*fact.numbers}) == 1 for fact in facts.values())
+        more: Fields = {}
+        if fixed and len(columns) > 1:
+            most, least = (pick(facts, key=lambda rank: facts[rank].numbers[0]) for pick in (max, min))
+            times = facts[most].numbers[0] / facts[least].numbers[0]
+            more = {
+                "title": f"a sample of rank {least} weighs {times:.3g} times as much as one of rank {most}: their "
+                "batches differ in size, and DDP averages over ranks",
+                "actions": (
+                    "give all ranks the same batch size",
+                    "or multiply each loss by its samples times the world size over those of all ranks",
+                ),
+            }
         yield self.finding(
-            severity=Severity.INFO,
+            severity=Severity.WARNING if more else Severity.INFO,
             step=0,
             last_step=max((fact.step or 0) for fact in facts.values()),
             ranks=tuple(facts),
             subject=("loss",),
             phase="counts",
-            title="each rank divides its loss by a number of its own; `ddpdebug equivalence` says whether it matters",
             causes=self.finding().causes[:1],
-            actions=("run `ddpdebug equivalence script.py`, if tokens shall weigh the same", self.finding().actions[0]),
+            **{**_OFFER, **more},
             evidence={"numbers": {str(rank): list(fact.numbers[-4:]) for rank, fact in facts.items()}, "apart": apart},
         )
 

@@ -57,22 +57,29 @@ class Views:
 
 
 class Known:
-    """Whether evaluations get training samples only."""
+    """Whether evaluations get training samples only; one forward of everything, as of a graph, is for both."""
 
     def __init__(self) -> None:
         self._trained: set[int] = set()
+        self._first: list[int] | None = None  # rows of the first forward, until another one had others
+        self._varies = False
         self._seen = self._new = self._evaluations = 0
 
     def trains(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Remember training rows, as long as they are few."""
         if len(self._trained) < _MAX_ROWS and self._evaluations >= 0:
-            self._trained.update(_rows(tensors()))
+            rows = _rows(tensors())
+            self._first = rows if self._first is None else self._first
+            self._varies = self._varies or rows != self._first
+            self._trained.update(rows)
 
     def evaluates(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Examine a forward of an evaluation, unless an earlier one got other samples."""
         if self._new or self._evaluations < 0:
             return
         rows = _rows(tensors())
+        if rows == self._first and not self._varies:
+            return
         known = sum(row in self._trained for row in rows)
         self._seen += known
         self._new += not rows or known < _KNOWN * len(rows)

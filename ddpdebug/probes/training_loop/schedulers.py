@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.isolation.user_code import calling_frame, is_user_file, user_location
 from ddpdebug.probes.entries import Entries
 from ddpdebug.schema.announcements import UnusedSchedule
@@ -21,6 +22,8 @@ from ddpdebug.torch_internals.graph import milestones_of, parts_of
 
 #: Whether a schedule drives an optimizer that steps is known after so many calls, beside as many steps of another one.
 _IN_VAIN = 5
+#: A measure on which a rate depends has moved the wrong way since its first value: so many times, and the rate was cut.
+_MEASURES, _CUTS = 4, 2
 #: Groups of an optimizer whose rates are compared.
 _GROUPS = 64
 #: A schedule's pace is judged after twice its length, and after so many steps of its optimizer.
@@ -53,6 +56,8 @@ class Calls:
     told: bool = False
     rates: tuple[Any, Any] = (None, None)  # shares of the rate as it was called last, and before
     resumed: tuple[int, int] = (0, 0)  # steps of its optimizer behind it, and its own, as both begin here
+    measures: list[float] = field(default_factory=list)  # that it was given, the larger the worse
+    cuts: int = 0  # of the rate between these
     begun: int = 0  # schedules of its class and optimizer before it that another one has cut short
 
 
@@ -102,9 +107,25 @@ class Schedules:
         if calls.pending != 1 or calls.location is None:
             calls.location = user_location(caller)
 
-    def moved(self, scheduler: Any) -> None:
+    def moved(self, scheduler: Any, measure: float | None = None) -> None:
         """Record a call with an argument (an epoch or a metric), whose frequency means nothing."""
-        self._of(scheduler).inner += 2
+        calls = self._of(scheduler)
+        calls.inner += 2
+        if measure is None or not is_a(scheduler, lr_scheduler.ReduceLROnPlateau) or calls.told:
+            return
+        own = attributes_of(scheduler)
+        rate = (internals.groups(own["optimizer"])[0] if "optimizer" in own else {}).get("lr")
+        worse = -1.0 if own.get("mode") == "max" else 1.0
+        calls.measures.append(worse * measure)
+        calls.cuts += type(rate) is float and type(calls.rates[0]) is float and rate < calls.rates[0]
+        calls.rates = rate, calls.rates[0]
+        first, *others = calls.measures
+        if calls.cuts >= _CUTS and len(others) >= _MEASURES and min(others) > first and others[-1] > others[0]:
+            calls.told = True
+            name, at = type(scheduler).__name__, user_location()
+            told = UnusedSchedule(class_name=name, calls=len(calls.measures), steps=self.taken, location=at)
+            measures = first * worse, others[-1] * worse
+            self._paces.append(replace(told, cuts=calls.cuts, measures=measures))
 
     def before_step(self, optimizer: torch.optim.Optimizer, micro_batches: int) -> dict[str, Any]:
         """Return the entries `scheduler` and `elsewhere` of the step's detail, if there are any."""

@@ -32,6 +32,7 @@ class _Copy:
     first: int  # step
     newest: int
     evaluations: int = 1
+    places: Sequence[int] = ()  # of these parameters
     is_new: bool = False  # it says itself that it was never updated
 
 
@@ -63,7 +64,7 @@ class StaleCopies:
             return None
         if known.values is None or known.newest == step:
             return None
-        if step - known.newest < self._apart or _values(module) != known.values:
+        if step - known.newest < self._apart or _values(module, known.places) != known.values:
             known.values = None
             return None
         known.newest, known.evaluations = step, known.evaluations + 1
@@ -83,9 +84,14 @@ class StaleCopies:
         own = {id(p) for model in models for p in internals.parameters(model)}
         params = list(internals.parameters(module))
         shapes = [p.shape for p in params]
-        alike = any([[p.shape for p in internals.parameters(model)] == shapes for model in models])
-        copies = bool(params) and alike and own.isdisjoint(map(id, params))
-        copy = _Copy(weakref.ref(module), _values(module) if copies else None, user_location(), step, step)
+        tables = [list(internals.parameters(model)) for model in models]
+        alike = [table for table in tables if [p.shape for p in table] == shapes]
+        trained = [i for i, p in enumerate(alike[0]) if p.requires_grad] if alike else []
+        copies = bool(trained) and own.isdisjoint(map(id, params))
+        copy = _Copy(weakref.ref(module), None, user_location(), step, step)
+        if copies:
+            copy.places = trained[:: max(1, len(trained) // _SAMPLE)][:_SAMPLE]
+            copy.values = _values(module, copy.places)
         if isinstance(module, AveragedModel):
             copy.is_new = _is_new(module)
             self.takes_part(module.module)  # which has run within it
@@ -109,8 +115,8 @@ def _is_new(average: AveragedModel) -> bool:
     return internals.is_plain(average.n_averaged) and average.n_averaged.is_cpu and not int(average.n_averaged)
 
 
-def _values(module: nn.Module) -> Sequence[int] | None:
+def _values(module: nn.Module, places: Sequence[int]) -> Sequence[int] | None:
     params = list(internals.parameters(module))
     with torch.no_grad():
-        looked = glances([p.detach() for p in params[:: max(1, len(params) // _SAMPLE)][:_SAMPLE]])
+        looked = glances([params[place].detach() for place in places if place < len(params)])
     return None if looked is None else [*looked()]

@@ -341,7 +341,7 @@ class Recipe:
     def scheduled(self, event: events.SchedulerStepped) -> None:
         """Record a call of a scheduler's `step`; a call with an epoch is absolute: repeating it changes nothing."""
         if event.absolute:
-            self.schedules.moved(event.scheduler)
+            self.schedules.moved(event.scheduler, event.measure)
         else:
             self.schedules.called(event.scheduler)
 
