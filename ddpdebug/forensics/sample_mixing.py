@@ -65,7 +65,7 @@ def batch_of(capture: ForwardCapture, loaded: int | None) -> Batch | None:
     tensors: list[torch.Tensor] = []
     for _, value in leaves((capture.args, capture.kwargs)):
         if is_a(value, torch.Tensor):
-            if not internals.is_plain(value) or value.device.type != "cpu":
+            if not internals.is_plain(value) or value.device.type != "cpu" or not internals.is_readable_memory(value):
                 return None
             tensors.append(value)
         elif not (value is None or type(value) in {bool, int, float, str}):

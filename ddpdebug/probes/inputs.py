@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import named_tensors
 from ddpdebug.probes import async_copy as device, ranges
@@ -58,7 +59,9 @@ def bad(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[B
     """Return the non-finite CPU arguments that are no masks, with their non-finite samples."""
     found = []
     for name, tensor in named(module, args, kwargs):
-        if tensor.device.type != "cpu" or (seen := ranges.read(tensor)) is None or all(map(math.isfinite, seen)):
+        if tensor.device.type != "cpu" or not internals.is_plain(tensor) or not internals.is_readable_memory(tensor):
+            continue
+        if (seen := ranges.read(tensor)) is None or all(map(math.isfinite, seen)):
             continue
         if ranges.kinds_of(*seen) == [ranges.MINUS_INF] and (_is_mask(name) or ranges.is_additive_mask(tensor)):
             continue

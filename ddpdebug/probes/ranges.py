@@ -30,11 +30,21 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return own
 
 
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an expanded tensor's elements without their repetitions, of which torch would make a copy each."""
+    if 0 in tensor.stride():
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the least and the largest element, NaN if there is one; cannot overflow as a sum can."""
     own = real_view(tensor)
     if own is None:
         return None
+    own = _once(own)
     low, high = torch.aminmax(own)
     return internals.unlisted(low), internals.unlisted(high)
 
@@ -42,9 +52,9 @@ def look(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 def is_surely_finite(tensor: torch.Tensor) -> bool:
     """Return whether the sum is finite, in less than half the time of a range; a sum that overflows proves nothing."""
     if type(tensor) is torch.Tensor and tensor.dtype in _WHOLE and internals.is_plain(tensor):
-        return math.isfinite(float(tensor.detach().sum()))
+        return math.isfinite(float(_once(tensor.detach()).sum()))
     own = real_view(tensor)
-    return own is None or math.isfinite(float(own.sum()))
+    return own is None or math.isfinite(float(_once(own).sum()))
 
 
 def read(tensor: torch.Tensor) -> tuple[float, float] | None:
@@ -64,6 +74,7 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     """Count the non-finite elements and return the range of the others; takes several passes and waits for a device."""
     own = real_view(tensor)
     assert own is not None
+    own = _once(own)
     finite = torch.isfinite(own)
     rest = own[finite]
     there = ((NAN, own.isnan()), (INF, own == math.inf), (MINUS_INF, own == -math.inf))
@@ -81,6 +92,7 @@ def samples(tensor: torch.Tensor) -> list[int]:
     own = real_view(tensor)
     if own is None or own.dim() == 0:
         return []
+    own = _once(own)
     bad = ~torch.isfinite(own).reshape(own.shape[0], -1).all(1)
     return [int(i) for i in bad.nonzero().flatten()[:_MAX_SAMPLES]]
 
@@ -88,6 +100,7 @@ def samples(tensor: torch.Tensor) -> list[int]:
 def is_additive_mask(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds nothing but 0 and -Inf, as an attention mask does."""
     own = real_view(tensor)
+    own = None if own is None else _once(own)
     return own is not None and bool(((own == 0) | (own == -math.inf)).all())
 
 
@@ -113,13 +126,13 @@ def nonfinite(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of tensors with non-finite elements: by norm and, if that is not finite, by range."""
     if internals.are_alike(tensors):
         with torch.no_grad():
-            norms = internals.norms(tensors)
+            norms = internals.norms([_once(tensor) for tensor in tensors])
         if all(map(math.isfinite, norms)):
             return []
     dense = [(i, internals.detached(t)) for i, t in enumerate(tensors) if internals.is_plain(t)]
     plain = [(i, t) for i, t in dense if t.is_floating_point() and t.numel() and t.dtype.itemsize > 1]
     if not plain:
         return []
-    norms = internals.norms([t for _, t in plain])
+    norms = internals.norms([_once(t) for _, t in plain])
     suspects = [(i, t) for (i, t), norm in zip(plain, norms, strict=True) if not math.isfinite(norm)]
     return [i for i, t in suspects if (seen := read(t)) is not None and not all(map(math.isfinite, seen))]

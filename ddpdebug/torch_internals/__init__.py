@@ -74,6 +74,7 @@ from ddpdebug.torch_internals.memory import (
     current_node as current_node,
     device_memory_limit as device_memory_limit,
     device_memory_stats as device_memory_stats,
+    is_readable_memory as is_readable_memory,
     memory_snapshot as memory_snapshot,
     memory_summary as memory_summary,
     number_of_samples as number_of_samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,41 @@ def accelerator() -> str | None:
     except RuntimeError:  # torch 2.6 says so where it is built for none
         return None
     return None if device is None else device.type
+
+
+#: Up to so many bytes a tensor is read wherever it lies.
+_SMALL = 32 << 20
+
+
+def is_readable_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor can be read whole: a large one must not lie in a file that is mapped.
+
+    Such a file may be larger than the host's memory, or have become shorter than the tensor. Shared memory, of which
+    loaders' workers make their batches, is no file.
+    """
+    if not tensor.is_cpu or tensor.nbytes <= _SMALL:
+        return True
+    storage = tensor.untyped_storage()
+    own = storage.resizable() and not storage.is_shared()
+    return bool(own) or _is_anonymous(storage.data_ptr(), storage.nbytes())
+
+
+def _is_anonymous(address: int, size: int) -> bool:
+    """Return whether memory may be read and has no file behind it, as far as the system says so."""
+    end = address + size
+    try:
+        table = Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return False
+    for line in table.splitlines():
+        place, mode, _, _, inode, *name = line.split(None, 5)
+        first, last = [int(number, 16) for number in place.split(b"-")]
+        if last <= address or first >= end:
+            continue
+        in_memory = inode == b"0" or (name and name[0].startswith((b"/dev/shm/", b"/memfd:")))
+        if not in_memory or not mode.startswith(b"r"):
+            return False
+    return True
 
 
 def device_memory_limit() -> int:

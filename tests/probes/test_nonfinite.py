@@ -102,6 +102,17 @@ def test_tensors_of_other_kinds_are_not_asked() -> None:
     assert seen == [None]
 
 
+def test_what_is_repeated_is_read_once() -> None:
+    """Of 2^40 elements that are one, a copy would not fit anywhere."""
+    for value in (1.0, math.nan):
+        wide = torch.tensor([[value]]).expand(1 << 20, 1 << 20)
+        assert ranges.is_surely_finite(wide) == math.isfinite(value)
+        assert ranges.nonfinite([wide]) == ([] if math.isfinite(value) else [0])
+        low, _ = ranges.read(wide) or (0.0, 0.0)
+        assert low == value or math.isnan(value)
+    assert ranges.describe(torch.full((1, 2), math.nan).expand(1 << 30, 2))["kinds"] == (ranges.NAN,)
+
+
 def test_the_limit_of_16_bits() -> None:
     """Above half of the maximum is near; a mask made of large negative constants is not, nor is float32."""
     assert ranges.near_limit(torch.float16, -40000.0, 30000.0) == 40000.0

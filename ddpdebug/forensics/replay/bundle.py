@@ -139,6 +139,10 @@ def _publish(temporary: Path, parent: Path, name: str) -> Path:
     raise AssertionError
 
 
+#: What the script gives, which may be anything; parameters are read by the job itself.
+_GIVEN = frozenset({"inputs", "previous_inputs"})
+
+
 class _Content:
     """Decides what fits, the most useful first, and describes it."""
 
@@ -193,6 +197,10 @@ class _Content:
         if unwritable:
             kinds = sorted({str(t.layout if t.device.type != "meta" else "meta") for t in unwritable})
             self.left_out.append({"what": what, "bytes": size, "why": f"tensors of kind {', '.join(kinds)}"})
+            return False
+        mapped = what in _GIVEN and not all(t.nbytes == 0 or internals.is_readable_memory(t) for t in tensors)
+        if mapped:  # it may be larger than any disk, or end before its tensor
+            self.left_out.append({"what": what, "bytes": size, "why": "a tensor lies in a file that is mapped"})
             return False
         if self.size + size > self._limit:
             self.left_out.append({"what": what, "bytes": size, "why": f"the limit is {self._limit} bytes"})

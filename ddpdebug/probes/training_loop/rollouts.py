@@ -68,8 +68,9 @@ class Rollouts:
 
 
 def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that have rows; tensor subclasses, nested and sparse tensors are left out."""
-    return [t for t in tensors if type(t) is torch.Tensor and internals.is_plain(t) and t.dim() and t.numel()]
+    """Return the tensors that have rows; subclasses, nested and sparse ones, and mapped files are left out."""
+    dense = [t for t in tensors if type(t) is torch.Tensor and internals.is_plain(t) and t.dim() and t.numel()]
+    return [t for t in dense if internals.is_readable_memory(t)]
 
 
 def _sizes(tensor: torch.Tensor) -> set[int]:

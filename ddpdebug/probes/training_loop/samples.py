@@ -20,6 +20,8 @@ from ddpdebug.schema.announcements import LossBroadcast, RepeatedDeliveries
 
 #: Forwards that are looked at for what their rows have in common, all of which are to show it; rows of these.
 _FORWARDS, _LEAST = 4, 8
+#: Bytes of a tensor that is read whole.
+_MAX_BYTES = 256 << 20
 #: Rows of one forward, and of all, that are remembered as trained on; bytes that tell one from another.
 _ROWS, _MAX_ROWS, _ROW_BYTES = 64, 1 << 14, 16
 #: Share of the rows of each forward of an evaluation that were trained on, and evaluations until it is told.
@@ -38,7 +40,7 @@ class Views:
         if self._looked >= 2 * _FORWARDS:
             return None
         rows = [t for t in with_rows(tensors) if len(t) >= _LEAST]
-        floats = [t for t in rows if t.is_floating_point()]
+        floats = [t for t in rows if t.is_floating_point() and t.nbytes <= _MAX_BYTES]
         halves = [row_fingerprints(t, t.nbytes // 2, 2) for t in floats if not len(t) % 2]
         digests = [value for t in floats for value in row_fingerprints(t, t.nbytes, 1)]
         places = [t.data_ptr() for t in floats]
