@@ -475,7 +475,8 @@ class Recorder:
         found = sharding_of(watch.names, watch.params, watch.owned, self._state.world)
         if found is None:
             return None
-        averages, beside = internals.ranks_of_averages(self._state.models()), tuple(internals.groups_beside())
+        averages, along = internals.ranks_of_averages(self._state.models())
+        beside = tuple([group for group in internals.groups_beside() if group not in along])
         found = replace(found, place=replace(found.place, averages=averages, beside=beside))
         if watch.sharding is None or watch.sharding.place != found.place:
             self._announce(found.place, watch.index)

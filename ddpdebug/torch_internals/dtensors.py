@@ -102,17 +102,26 @@ def is_whole(tensor: Any) -> bool:
     return all([placed.is_replicate() for placed in tensor.placements])
 
 
-def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[int, ...]:
-    """Return the ranks over which FSDP2 averages the gradients of most of its parts; empty without FSDP2."""
+def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], set[tuple[int, ...]]]:
+    """Return the ranks over which FSDP2 averages the gradients of most of its parts; none without FSDP2.
+
+    With them come the groups along the dimensions of their mesh, of which HSDP has two.
+    """
     if "torch.distributed.fsdp" not in sys.modules:
-        return ()
+        return (), set()
     meshes: Counter[tuple[int, ...]] = Counter()
+    along: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for module in [part for model in models for part in modules(model) if inherits(type(part), ("FSDPModule",))]:
         with suppress(ValueError):  # a part with several groups of parameters: others say enough
             group = getattr(getattr(module, FSDP_STATE)(), FSDP_GROUP)
             if group is not None:  # the part has no parameters of its own
-                meshes[tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))] += 1
-    return max(meshes, key=lambda ranks: (meshes[ranks], len(ranks)), default=())
+                places = group.mesh_info.mesh.mesh
+                ranks = tuple(sorted(places.flatten().tolist()))
+                meshes[ranks] += 1
+                rows = [row for dim in range(places.dim()) for row in places.movedim(dim, -1).flatten(0, -2).tolist()]
+                along.setdefault(ranks, set()).update([tuple(sorted(row)) for row in rows if places.dim() > 1])
+    most = max(meshes, key=lambda ranks: (meshes[ranks], len(ranks)), default=())
+    return most, along.get(most, set())
 
 
 class Reduction(NamedTuple):
