@@ -118,8 +118,9 @@ def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...
                 places = group.mesh_info.mesh.mesh
                 ranks = tuple(sorted(places.flatten().tolist()))
                 meshes[ranks] += 1
-                rows = [row for dim in range(places.dim()) for row in places.movedim(dim, -1).flatten(0, -2).tolist()]
-                along.setdefault(ranks, set()).update([tuple(sorted(row)) for row in rows if places.dim() > 1])
+                for dim in range(places.dim()):
+                    rows = places.movedim(dim, -1).reshape(-1, places.shape[dim]).tolist()
+                    along.setdefault(ranks, set()).update([tuple(sorted(row)) for row in rows if len(row) < len(ranks)])
     most = max(meshes, key=lambda ranks: (meshes[ranks], len(ranks)), default=())
     return most, along.get(most, set())
 

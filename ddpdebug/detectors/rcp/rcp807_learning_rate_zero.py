@@ -60,14 +60,19 @@ class LearningRateZero(Detector):
     }
     wants = ("recipe",)
     rate_faded = Threshold(
-        1e-06,
+        1e-05,
         "learning rate as a share of the largest one, below which it has ended",
-        source="a cosine to zero spends the last 0.06 % of its steps there",
+        source="a cosine to zero spends the last 0.2 % of its steps there",
     )
     rate_faded_steps = Threshold(
         20,
         "steps in a row with so small a rate",
-        source="a schedule that ends with the run stays there for a step or two",
+        source="a schedule that ends with a short run stays there for a step or two",
+    )
+    rate_faded_share = Threshold(
+        0.05,
+        "these steps as a share of all",
+        source="chosen: many times what the end of a cosine takes",
     )
     rate_zero_steps = Threshold(
         5,
@@ -84,6 +89,7 @@ class LearningRateZero(Detector):
         lambda: (step_at(0, lr=0.0), *steps(5, start=1)),  # a warm-up that starts at zero
         lambda: steps(5, lr=0.0, recipe={r: {"lr": [0.0, 0.1]} for r in range(4)}),
         lambda: (*steps(5), *steps(5, start=5, lr=1e-9)),  # the end of a cosine
+        lambda: (*steps(1), *steps(1, start=6000), *steps(30, start=9970, lr=1e-9)),  # of a long one
     )
 
     def __init__(self, config: Fields | None = None) -> None:
@@ -94,16 +100,22 @@ class LearningRateZero(Detector):
         self._lengths = {"zero": zero, "faded": faded, "elsewhere": zero}  # what -> steps in a row
 
     def suspects(self, step: Step) -> bool:
-        return any(self._run(step, what)[1] == int(self._lengths[what]) for what in self._shown(step))
+        counted = [(what, self._run(step, what)[1]) for what in self._shown(step)]
+        return any(self._lasts(step, what, n) and not self._lasts(step, what, n - 1) for what, n in counted)
+
+    def _lasts(self, step: Step, what: str, number: int) -> bool:
+        """Return whether so many steps in a row are enough."""
+        share = self.rate_faded_share * step.step if what == "faded" else 0.0
+        return number >= max(self._lengths[what], share)
 
     def detect(self, step: Step) -> Findings:
         shown = self._shown(step)
-        for what, length in self._lengths.items() if shown or self._runs else ():
+        for what in self._lengths if shown or self._runs else ():
             if what not in shown:
                 self._runs.pop((step.optimizer, what), None)
                 continue
             run = self._runs[step.optimizer, what] = self._run(step, what)
-            if run[1] >= length:
+            if self._lasts(step, what, run[1]):
                 yield from self._report(step, what, run[0])
                 break
         rates = [row.lr for row in step.rows.values() if row.lr > 0]

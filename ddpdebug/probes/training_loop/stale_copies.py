@@ -118,5 +118,5 @@ def _is_new(average: AveragedModel) -> bool:
 def _values(module: nn.Module, places: Sequence[int]) -> Sequence[int] | None:
     params = list(internals.parameters(module))
     with torch.no_grad():
-        looked = glances([params[place].detach() for place in places if place < len(params)])
+        looked = glances([internals.held_here(params[place]).detach() for place in places if place < len(params)])
     return None if looked is None else [*looked()]
