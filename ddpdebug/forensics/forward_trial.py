@@ -20,7 +20,7 @@ from ddpdebug.probes.forward_capture import ForwardCapture
 
 SECONDS = 20.0
 
-#: Takes the name of an operation, its arguments and what it has returned.
+#: Takes the name of an operation without underscores around it, its arguments and what it has returned.
 Seen = Callable[[str, tuple[Any, ...], Any], object]
 
 
@@ -41,7 +41,7 @@ class Operations(internals.OperationMode):
             raise Stopped
         output = func(*args, **(kwargs or {}))
         if not self.muted:
-            self._seen(internals.schema(func).name.rpartition("::")[2], args, output)
+            self._seen(internals.schema(func).name.rpartition("::")[2].strip("_"), args, output)
         return output
 
 

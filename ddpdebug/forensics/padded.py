@@ -55,7 +55,7 @@ def look(capture: ForwardCapture) -> PaddingEffect | None:
 
 
 def _is_attention(operation: str) -> bool:
-    return "attention" in operation or operation == "_softmax"
+    return "attention" in operation or operation == "softmax"
 
 
 def _filled(known: _Padding) -> torch.Tensor:

@@ -42,9 +42,12 @@ _MOST = 20_000
 _ROUNDING, _EPSILONS = 1e-4, 8
 #: Operations that draw: in eval mode only models that sample have them, and what they make differs by place.
 _RANDOM = frozenset(
-    {"normal", "normal_", "randn", "randn_like", "rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"}
-    | {"multinomial", "native_dropout", "randint", "randint_like", "randperm", "exponential_"}
+    {"normal", "randn", "randn_like", "rand", "rand_like", "uniform", "bernoulli"}
+    | {"multinomial", "native_dropout", "randint", "randint_like", "randperm", "exponential"}
 )
+
+
+_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class _Pass:
             self.same = False
         elif rows and _is_mixed(first[1], rows):
             stack = user_stack()
-            self.mixer = name.strip("_"), self.path[-1] if self.path else "", line_of(stack[0]) if stack else None
+            self.mixer = name, self.path[-1] if self.path else "", line_of(stack[0]) if stack else None
             self.same = False
 
     def _sums(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -178,35 +181,30 @@ def look(capture: ForwardCapture, batch: Batch) -> SampleMixing | None:
     module = capture.module()
     if module is None or any([_takes_statistics(part) for part in internals.modules(module)]):
         return None
-    along = _compare(capture, 0, batch.size)
-    if along is None or along.change <= 0 or batch.certain or (along.pooled and batch.size != batch.length > 0):
+    along, pooled = _compare(capture, 0, batch.size)
+    if along is None or along.change <= 0 or batch.certain or (pooled and batch.size != batch.length > 0):
         return along
-    across = _compare(capture, 1, batch.length) if batch.length >= _LEAST else None
+    across = _compare(capture, 1, batch.length)[0] if batch.length >= _LEAST else None
     return along if across is not None and across.change > 0 else None
 
 
 def _takes_statistics(part: nn.Module) -> bool:
     """Return whether a module takes the statistics of the batch in eval mode too, as it was told to."""
-    return isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None  # noqa: SLF001
+    return isinstance(part, _STATISTICS) and part.running_mean is None
 
 
-def _compare(capture: ForwardCapture, dim: int, size: int) -> SampleMixing | None:
+def _compare(capture: ForwardCapture, dim: int, size: int) -> tuple[SampleMixing | None, bool]:
+    """Return how outputs follow the others along a dimension of the inputs, and whether they have no positions."""
     one = _run(capture, _Pass(dim, size), None)
     if one is None or one.random or not one.outputs:
-        return None
+        return None, False
     other = _run(capture, _Pass(dim, size, one), _order(size))
     if other is None or len(one.outputs) != len(other.outputs):
-        return None
+        return None, False
     changes = [_change(a, b, dim) for a, b in zip(one.outputs, other.outputs, strict=True)]
     name, module, line = other.mixer or (None, None, None)
-    return SampleMixing(
-        samples=size,
-        change=min(changes),
-        pooled=all([output.dim() < 3 for output in one.outputs]),
-        operation=name,
-        module=module,
-        location=line,
-    )
+    told = SampleMixing(samples=size, change=min(changes), operation=name, module=module, location=line)
+    return told, all([output.dim() < 3 for output in one.outputs])
 
 
 def _change(one: torch.Tensor, other: torch.Tensor, dim: int) -> float:

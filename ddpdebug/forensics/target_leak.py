@@ -145,7 +145,7 @@ def _run(capture: ForwardCapture, known: Relation, tokens: torch.Tensor) -> _Pas
     scores: list[torch.Tensor] = []  # of a model that returns its loss alone
 
     def note(name: str, args: tuple[Any, ...], _: Any) -> None:
-        if name == "_log_softmax":
+        if name == "log_softmax":
             scores.extend(_outputs(args[0], known))
 
     def changed(value: Any) -> Any:

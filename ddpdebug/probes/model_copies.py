@@ -40,8 +40,8 @@ class ModelCopies:
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the coming step is that of a copy. Reads the parameters once after each step of the model."""
-        if self._state.in_backward:
-            return False
+        if self._state.in_backward or not (self._state.wrappers or self._state.world > 1):
+            return False  # one process alone is compared with nobody
         made = sum(watch.step for watch in self._state.watches)
         if made != self._round:
             self._round, self._steps = made, 0

@@ -1059,7 +1059,6 @@ class SampleMixing(Announcement):
     step: int | None = None
     samples: int
     change: float  # of the sample that changes least, as a share of the largest output; 0 for independent ones
-    pooled: bool = False  # outputs have no positions
     operation: str | None = None  # the first that makes of independent rows some that are not
     module: str | None = None  # path of that in which it runs
     location: str | None = None  # of the operation

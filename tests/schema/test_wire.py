@@ -232,6 +232,8 @@ def test_evidence_may_hold_them() -> None:
             "passes": 0,
             "world": None,
             "begins_again": False,
+            "cuts": 0,
+            "measures": [],
             "location": None,
         },
     }

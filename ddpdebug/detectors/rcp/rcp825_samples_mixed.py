@@ -14,7 +14,6 @@ _FACT: dict[str, Any] = {
     "step": 4,
     "samples": 32,
     "change": 0.4,
-    "pooled": True,
     "operation": "softmax",
     "module": "attention",
     "location": "train.py:21",
