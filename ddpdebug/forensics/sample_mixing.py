@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.fingerprint import sampled_fingerprint
 from ddpdebug.forensics import padded
 from ddpdebug.forensics.forward_trial import SECONDS, Operations, again, prepared
 from ddpdebug.forensics.replay.stack_lines import line_of, user_stack
@@ -45,8 +46,7 @@ _RANDOM = frozenset(
     {"normal", "randn", "randn_like", "rand", "rand_like", "uniform", "bernoulli"}
     | {"multinomial", "native_dropout", "randint", "randint_like", "randperm", "exponential"}
 )
-
-
+#: Layers that take the statistics of the batch in eval mode where they keep none.
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -272,7 +272,7 @@ class Mixing:
 
     def __init__(self, children: Children | None, guard: Guard, announce: Announce, asks: Callable[[], bool]) -> None:
         self._children, self._guard, self._announce, self._asks = children, guard, announce, asks
-        self._sums: dict[int, tuple[int, float]] = {}  # by model: step, and a sum over its inputs
+        self._given: dict[int, tuple[int, list[int]]] = {}  # by model: step, and fingerprints of its inputs
         self._over: set[int] = set()
         self._case: tuple[ForwardCapture, Batch] | None = None
 
@@ -286,10 +286,10 @@ class Mixing:
         batch = batch_of(capture, loaded) if capture.step in _STEPS else None
         if batch is None:
             return
-        total = sum([float(t.double().sum()) for t in tensors_in((capture.args, capture.kwargs)) if t.dim() > 1])
-        step, known = self._sums.get(id(module), (capture.step, total))
-        self._sums[id(module)] = capture.step, total
-        if step < capture.step and known != total:
+        given = [sampled_fingerprint(t)[0] for t in tensors_in((capture.args, capture.kwargs)) if t.dim() > 1]
+        step, known = self._given.get(id(module), (capture.step, given))
+        self._given[id(module)] = capture.step, given
+        if step < capture.step and known != given:
             self._over.add(id(module))
             self._case = capture, batch
 

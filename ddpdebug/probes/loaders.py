@@ -116,7 +116,8 @@ class Loaders:
             self._known[loader] = known
         known["iterations"] += 1
         self._newest = known["index"]
-        self.samples, self.batch = length_of(dataset), own.get("batch_size")
+        size = own.get("batch_size")
+        self.samples, self.batch = length_of(dataset), size if type(size) is int else None
         self._whole = batches_of(loader) == 1
         self._items.begin(loader, known["index"], self.samples)
         step = self._state.next_step()

@@ -2,8 +2,8 @@
 
 A copy is known by what it holds: as its optimizer begins, after a step of the model, it is equal to the model bit for
 bit, while the model has not been in a backward of its own and another optimizer holds it. Without a DDP the model is
-what other optimizers hold. A second model that began as
-a copy and is no longer equal once the model has stepped is trained beside it, and is looked at.
+what other optimizers hold. A second model that began as a copy and is no longer equal once the model has stepped is
+trained beside it, and is looked at.
 """
 
 from __future__ import annotations

@@ -281,6 +281,14 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
         _answer(lambda: bytearray(256 << 20) and 1)
 
 
+def test_no_copy_behind_a_filter_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter that came after the attach may kill the job for a copy; a container's was there before."""
+    assert module._filters() == module._FILTERS
+    monkeypatch.setattr(module, "_FILTERS", "Seccomp: 0")
+    with pytest.raises(UnconfinedError, match="filtered its system calls"):
+        start(lambda: 1, 5.0)
+
+
 def test_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the filter is not known nothing is copied."""
     monkeypatch.setattr(confinement.platform, "machine", lambda: "riscv64")

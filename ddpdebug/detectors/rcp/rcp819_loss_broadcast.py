@@ -18,7 +18,7 @@ _FACT = {
 }
 _AXES: Fields = {
     "severity": Severity.WARNING,
-    "title": "a recurrent layer without `batch_first` is given the batch first: it runs over samples instead of time",
+    "title": "a layer without `batch_first` is given the batch first: it runs over samples instead of time",
     "phase": "batch first",
     "causes": (
         "`batch_first=True` is missing in `nn.LSTM`, `nn.GRU`, `nn.MultiheadAttention` or a transformer layer",

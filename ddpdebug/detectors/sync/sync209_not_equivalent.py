@@ -53,13 +53,7 @@ _UPDATED = (
 )
 
 
-_OFFER: Fields = {
-    "title": "each rank divides its loss by a number of its own; `ddpdebug equivalence` says whether it matters",
-    "actions": (
-        "run `ddpdebug equivalence script.py`, if tokens shall weigh the same",
-        "for token averages use `loss_sum * world_size / global_tokens`, with a token count that was all-reduced",
-    ),
-}
+_OFFER = "each rank divides its loss by a number of its own; `ddpdebug equivalence` says whether it matters"
 _AGREES: dict[str, Any] = {"world": 2, "step": None, "bound": 1e-11, "dtype": "float64", "compared": 2, "off": {}}
 
 
@@ -159,11 +153,17 @@ class NotEquivalent(Detector):
             return
         self._offered = True
         fixed = all(len({*fact.numbers}) == 1 for fact in facts.values())
-        more: Fields = {}
+        tokens = self.finding().actions[0]
+        more: Fields = {
+            "title": _OFFER,
+            "severity": Severity.INFO,
+            "actions": ("run `ddpdebug equivalence script.py`, if tokens shall weigh the same", tokens),
+        }
         if fixed and len(columns) > 1:
             most, least = (pick(facts, key=lambda rank: facts[rank].numbers[0]) for pick in (max, min))
             times = facts[most].numbers[0] / facts[least].numbers[0]
             more = {
+                "severity": Severity.WARNING,
                 "title": f"a sample of rank {least} weighs {times:.3g} times as much as one of rank {most}: their "
                 "batches differ in size, and DDP averages over ranks",
                 "actions": (
@@ -172,14 +172,13 @@ class NotEquivalent(Detector):
                 ),
             }
         yield self.finding(
-            severity=Severity.WARNING if more else Severity.INFO,
             step=0,
             last_step=max((fact.step or 0) for fact in facts.values()),
             ranks=tuple(facts),
             subject=("loss",),
             phase="counts",
             causes=self.finding().causes[:1],
-            **{**_OFFER, **more},
+            **more,
             evidence={"numbers": {str(rank): list(fact.numbers[-4:]) for rank, fact in facts.items()}, "apart": apart},
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,9 @@ class Calls:
     told: bool = False
     rates: tuple[Any, Any] = (None, None)  # shares of the rate as it was called last, and before
     resumed: tuple[int, int] = (0, 0)  # steps of its optimizer behind it, and its own, as both begin here
-    measures: list[float] = field(default_factory=list)  # that it was given, the larger the worse
+    given: int = 0  # calls with a measure
+    measures: tuple[float, ...] = ()  # the first two, the larger the worse
+    least: float = math.inf  # of those after the first
     cuts: int = 0  # of the rate between these
     begun: int = 0  # schedules of its class and optimizer before it that another one has cut short
 
@@ -116,16 +118,29 @@ class Schedules:
         own = attributes_of(scheduler)
         rate = (internals.groups(own["optimizer"])[0] if "optimizer" in own else {}).get("lr")
         worse = -1.0 if own.get("mode") == "max" else 1.0
-        calls.measures.append(worse * measure)
+        now, calls.given = worse * measure, calls.given + 1
+        if calls.given <= 2:
+            calls.measures = (*calls.measures, now)
+        if calls.given > 1:
+            calls.least = min(calls.least, now)
         calls.cuts += type(rate) is float and type(calls.rates[0]) is float and rate < calls.rates[0]
         calls.rates = rate, calls.rates[0]
-        first, *others = calls.measures
-        if calls.cuts >= _CUTS and len(others) >= _MEASURES and min(others) > first and others[-1] > others[0]:
+        if (
+            calls.cuts >= _CUTS
+            and calls.given > _MEASURES
+            and calls.least > calls.measures[0]
+            and now > calls.measures[1]
+        ):
             calls.told = True
-            name, at = type(scheduler).__name__, user_location()
-            told = UnusedSchedule(class_name=name, calls=len(calls.measures), steps=self.taken, location=at)
-            measures = first * worse, others[-1] * worse
-            self._paces.append(replace(told, cuts=calls.cuts, measures=measures))
+            told = UnusedSchedule(
+                class_name=type(scheduler).__name__,
+                calls=calls.given,
+                steps=self.taken,
+                cuts=calls.cuts,
+                measures=(calls.measures[0] * worse, measure),
+                location=user_location(),
+            )
+            self._paces.append(told)
 
     def before_step(self, optimizer: torch.optim.Optimizer, micro_batches: int) -> dict[str, Any]:
         """Return the entries `scheduler` and `elsewhere` of the step's detail, if there are any."""
