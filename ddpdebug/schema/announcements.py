@@ -835,6 +835,22 @@ class LeftInWeights(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrowingHooks(Announcement):
+    """Hooks on a module or its parameters that become more with each step; see training_loop/growing_hooks.py."""
+
+    topic: ClassVar[str] = "alone:audit"
+    scope: ClassVar[Scope] = Scope.SHARED
+
+    step: int | None = None
+    kind: Literal["hooks"] = "hooks"
+    since: int  # the step in which they began to
+    module: str
+    function: str  # that is registered
+    number: int  # of them, after `step`
+    location: str | None = None  # of the function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameters(Announcement):
     """The frozen parameters at an optimizer step: their share of the optimizer's, the output layer, all but norms."""
 
@@ -1206,6 +1222,7 @@ TOPICS = _by_topic(
         MovedParameters,
         LeftInWeights,
         FrozenParameters,
+        GrowingHooks,
         DetachedParameters,
         UnregisteredParameters,
         NoGradParts,

@@ -464,7 +464,9 @@ class ScheduledOften(Struct):
 class ScheduledElsewhere(Struct):
     """A learning rate that was set where no optimizer reads it."""
 
-    kind: str  # "scheduler" (of another optimizer), "attribute" (`optimizer.lr = x`), "group" (of some groups only)
+    #: "scheduler" (of another optimizer), "attribute" (`optimizer.lr = x`), "group" (of some groups only),
+    #: "overwritten" (by the schedule's first step), "factor" (a rate that is taken for one)
+    kind: str
     class_name: str = field(metadata=called("class"))
     location: str | None = None
 

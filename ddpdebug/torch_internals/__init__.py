@@ -137,6 +137,7 @@ from ddpdebug.torch_internals.trees import (
     children as children,
     first_parameter as first_parameter,
     groups as groups,
+    hooks as hooks,
     in_train_mode as in_train_mode,
     modules as modules,
     named_buffers as named_buffers,

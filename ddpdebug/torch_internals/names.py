@@ -291,6 +291,15 @@ PARAMETERS, BUFFERS, MODULES = (
     key(f"{_MODULE}.{name}", _TREE, stored_by=f"{_MODULE}.__init__") for name in ("_parameters", "_buffers", "_modules")
 )
 
+_HOOKS = Feature("hooks on modules", "hooks that a script registers again in each step are not noticed")
+#: A module's hooks: of its forward, before it, and of its backward.
+MODULE_HOOKS = tuple([
+    key(f"{_MODULE}.{name}", _HOOKS, stored_by=f"{_MODULE}.__init__")
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+])  # fmt: skip
+#: Hooks on a tensor, of its gradient.
+TENSOR_HOOKS = key("torch.Tensor._backward_hooks", _HOOKS)
+
 _LOSSES = Feature("loss modules", "validation losses of `torch.nn`'s loss modules are not seen")
 loss_module: Any = thing("torch.nn.modules.loss._Loss", _LOSSES, otherwise=None)
 

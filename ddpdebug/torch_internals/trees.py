@@ -66,6 +66,18 @@ def own_child(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
     return found
 
 
+def hooks(module: torch.nn.Module) -> list[list[Any]]:
+    """Return what is registered on a module: of its forward, before it, of its backward; of its parameters' gradients.
+
+    Without the empty lists.
+    """
+    own = _dictionary(module)
+    # a subclass of parameters may have code of its own
+    plain = [p for p in _table(module, names.PARAMETERS).values() if type(p) is torch.nn.Parameter]
+    tables = [own.get(name) for name in names.MODULE_HOOKS] + [getattr(p, names.TENSOR_HOOKS, None) for p in plain]
+    return [list(table.values()) for table in tables if table]
+
+
 def groups(optimizer: object) -> list[dict[str, Any]]:
     """Return an optimizer's parameter groups; instances of a user's dict class as plain dictionaries."""
     own: Any = _dictionary(optimizer).get("param_groups")

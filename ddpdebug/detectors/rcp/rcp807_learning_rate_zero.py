@@ -17,6 +17,22 @@ _ELSEWHERE: dict[int, Any] = {
 #: What differs by what was set in vain.
 _SAID: dict[str, Fields] = {
     "attribute": {"causes": ("`optimizer.lr = x`: an attribute that nothing reads",)},
+    "overwritten": {
+        "title": "the learning rate that the script wrote into the groups is overwritten by the schedule's first step",
+        "causes": (
+            "the schedule took the rates when it was made, before the script scaled them (by the number of ranks, say)",
+            "intended: a rate for the first steps only",
+        ),
+        "actions": (
+            "scale the rate before the scheduler is made, best where the optimizer gets it",
+            'or scale what the schedule begins with too: `group["initial_lr"]` and `scheduler.base_lrs`',
+        ),
+    },
+    "factor": {
+        "title": "the function of `LambdaLR` returns the learning rate, which is multiplied by the learning rate",
+        "causes": ("the function returns `rate * factor` where `factor` is meant: the rate is squared",),
+        "actions": ("return the factor alone, or give the optimizer a rate of 1.0",),
+    },
     "group": {
         "title": "the learning rate of the first group is set again and again, and other groups keep theirs",
         "causes": (
@@ -40,6 +56,8 @@ class LearningRateZero(Detector):
     Causes:
     - `elsewhere`: the scheduler was built for an optimizer that has since been replaced or wrapped
     - `elsewhere`: `optimizer.lr = x` or `optimizer.defaults["lr"] = x`, which nothing reads
+    - `elsewhere`: a rate that is written into the groups after the scheduler was made, which sets its own again
+    - `elsewhere`: a function of `LambdaLR` that returns the rate and not a factor: the rate is squared
     - the schedule has reached its end: its total is too small (RCP806)
     - a warm-up that starts at 0 and is never advanced, or integer division in its factor
     - a group added later whose lr the schedule does not cover
@@ -153,7 +171,7 @@ class LearningRateZero(Detector):
             step,
             step=first,
             subject=() if about is None else (about.class_name,),
-            phase=what,
+            phase=about.kind if about is not None and own else what,
             location=None if about is None else about.location,
             evidence=evidence,
             **own,

@@ -32,6 +32,8 @@ _LEAST = 32
 _PER_STEP = 8
 #: Share of the rate at which a schedule by factors has come to its end, and above which it hardly moves.
 ENDED, _MOVED = 1e-3, 0.3
+#: Logarithm of what the script makes of a rate that a schedule has set; a share that is itself the rate, and how near.
+_WRITTEN, _FACTOR, _SAME = math.log(1.5), 0.05, 0.01
 #: Classes whose `step` is not the one that they inherit.
 STEPS: tuple[type, ...] = tuple([
     kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)
@@ -61,6 +63,9 @@ class Calls:
     least: float = math.inf  # of those after the first
     cuts: int = 0  # of the rate between these
     begun: int = 0  # schedules of its class and optimizer before it that another one has cut short
+    written: tuple[float, float] | None = None  # the rate that it had set, and one that the script wrote over it
+    vain: str | None = None  # how a rate that the script chose does not reach the optimizer
+    highest: float = 0.0  # share of the rate
 
 
 @dataclass(slots=True)
@@ -102,6 +107,7 @@ class Schedules:
             calls.length = length_of(scheduler) if is_at_its_start(scheduler) else None  # a part of a longer run
             calls.left = 0.0 if calls.length is None else left_by(scheduler)
             calls.since *= bool(calls.inner)  # one whose constructor does not step it was not seen before
+            calls.written = written_over(scheduler)
         calls.total += 1
         calls.pending += 1
         if calls.length is None:
@@ -164,6 +170,9 @@ class Schedules:
             elif number >= _IN_VAIN and calls.total >= _IN_VAIN and self._in_vain(scheduler, optimizer):
                 name = type(scheduler).__name__
                 found["elsewhere"] = ScheduledElsewhere(kind="scheduler", class_name=name, location=calls.location)
+            elif calls.total and calls.optimizer == id(optimizer) and (vain := _vain(scheduler, calls)) is not None:
+                name = type(scheduler).__name__
+                found["elsewhere"] = ScheduledElsewhere(kind=vain, class_name=name, location=calls.location)
             calls.pending = 0
             if calls.length is not None and not calls.told and calls.optimizer == id(optimizer):
                 self._pace(type(scheduler).__name__, calls, number - calls.since)
@@ -337,6 +346,44 @@ class Schedules:
         return bool(before != value)
 
 
+def _vain(scheduler: Any, calls: Calls) -> str | None:
+    """Return how a schedule makes something else of the rate than the script chose; None if it does not.
+
+    `overwritten`: the script wrote a rate after the schedule was made, whose first step set its own again.
+    `factor`: the function of a `LambdaLR` has returned the rate, which is taken times the rate.
+    """
+    if calls.written is not None:
+        (before, wanted), calls.written = calls.written, None
+        now = rate_of(scheduler)
+        lost = now is not None and now > 0 and abs(math.log(now / before)) < _MOVED * abs(math.log(wanted / before))
+        calls.vain = "overwritten" if lost else None
+    elif calls.vain == "overwritten" and written_over(scheduler) is not None:
+        calls.vain = None  # the script writes it again
+    if type(scheduler) is lr_scheduler.LambdaLR and (share := share_of(scheduler)) is not None:
+        rises, calls.highest = share > calls.highest, max(calls.highest, share)
+        base, below = vars(scheduler)["base_lrs"][0], calls.highest < _FACTOR
+        calls.vain = "factor" if below and not rises and abs(calls.highest / base - 1) < _SAME else calls.vain
+    return calls.vain
+
+
+def written_over(scheduler: Any) -> tuple[float, float] | None:
+    """Return the rate that one of torch's schedulers has set, and the one that was written since; None if none was."""
+    if type(scheduler).__module__ != lr_scheduler.__name__:
+        return None
+    before, now = scheduler.get_last_lr()[:1], rate_of(scheduler)
+    if now is None or not now > 0 or not before or type(before[0]) is not float or not before[0] > 0:
+        return None
+    return (before[0], now) if abs(math.log(now / before[0])) > _WRITTEN else None
+
+
+def rate_of(scheduler: Any) -> float | None:
+    """Return the present learning rate of a scheduler's first group; None unless it is a number."""
+    optimizer = vars(scheduler).get("optimizer")
+    groups = [] if optimizer is None else internals.groups(optimizer)
+    now = groups[0].get("lr") if groups else None
+    return float(now) if isinstance(now, float | int) else None
+
+
 def _used(name: str, calls: Calls, steps: int) -> UnusedSchedule:
     return UnusedSchedule(
         class_name=name,
@@ -366,10 +413,8 @@ def is_at_its_start(scheduler: Any) -> bool:
 
 def share_of(scheduler: Any) -> float | None:
     """Return the present learning rate as a share of the scheduler's initial one; None unless both are numbers."""
-    first, optimizer = (vars(scheduler).get("base_lrs") or (None,))[0], vars(scheduler).get("optimizer")
-    groups = [] if optimizer is None else internals.groups(optimizer)
-    now = groups[0].get("lr") if groups else None
-    if not isinstance(now, float | int) or not isinstance(first, float | int):
+    first, now = (vars(scheduler).get("base_lrs") or (None,))[0], rate_of(scheduler)
+    if now is None or not isinstance(first, float | int):
         return None
     return now / first if first else None
 

@@ -40,6 +40,7 @@ from ddpdebug.probes.training_loop.detached_parts import Cuts
 from ddpdebug.probes.training_loop.dimensions import mixed_up
 from ddpdebug.probes.training_loop.eval_dropout import Chance, DropoutCalls
 from ddpdebug.probes.training_loop.frozen_moves import FrozenMoves
+from ddpdebug.probes.training_loop.growing_hooks import GrowingHooks
 from ddpdebug.probes.training_loop.input_statistics import Inputs
 from ddpdebug.probes.training_loop.labels import Labels
 from ddpdebug.probes.training_loop.loss_graph import (
@@ -259,7 +260,7 @@ class Recipe:
         self._beside = Beside(self._entries, self._roots, lambda fact: self.tell(fact, (fact.beside, fact.names)))
         self._modes, self._labels, self._chance = Modes(), Labels(), Chance(self._entries, dropout_calls)
         self._targets, self._moves, self._epochs, self._put_in = Targets(), FrozenMoves(), Epochs(), PutIn()
-        self._settings = Settings()
+        self._settings, self._hooks = Settings(), GrowingHooks()
         self._views, self._axes = Views(), Axes(self._entries)
         self._leaks, self._mixing, self._loop = leaks, mixing, _Loop()
         self._trials = [trial for trial in (leaks, mixing) if trial is not None]
@@ -976,6 +977,8 @@ class Recipe:
         number = self._state.next_step() - 1
         looks = self._state.checking and not self._state.passes
         self._run("probe:beside", self._beside.after_step, number, looks=looks)
+        if grown := self._run("probe:audit", self._hooks.look, self._roots(), number):
+            self.tell(grown)
         self._trained_on = self._loaders.samples if self._trained_on is None else self._trained_on
         self._closure = None
         self._run("probe:clearing", self.clearing.after_step, optimizer)
