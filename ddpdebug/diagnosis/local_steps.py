@@ -48,9 +48,11 @@ class LocalSteps:
 
     def read(self, step: Step) -> None:
         """Take the next step into account."""
+        known = self._replicas.get(step.optimizer)
+        if known is not None and known.kind is _Kind.UNDECIDED and step.any(Flag.LOCAL_ONLY):
+            known.kind = _Kind.LOCAL
         if len(step.rows) < 2 or step.any(_DECLARED):
             return
-        known = self._replicas.get(step.optimizer)
         if known is None:
             known = self._replicas[step.optimizer] = _Replicas(alike=step.agrees("params_before_digest"))
         if known.kind in {_Kind.LOCAL, _Kind.PARTED}:

@@ -22,6 +22,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.entries import entries_of
+from ddpdebug.probes.hand_averaging import HandAveraging
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import (
     BackwardBegan,
@@ -111,6 +112,7 @@ class CollectiveNotes:
         self._numbers: dict[str, _Numbers] = {}
         self._shapes: dict[tuple[Any, Any], tuple[str]] = {}
         self._batches = 0
+        self._averaging = HandAveraging(bus, state)
         self._is_placed = False
         bus.on("probe:collectives", ForwardBegan, self._forward)
         bus.on("probe:collectives", BackwardBegan, self._backward)
@@ -145,6 +147,7 @@ class CollectiveNotes:
         frame: FrameType | None = None,
     ) -> None:
         """Note a communication call that begins; `frame` is that of its function."""
+        self._averaging.carries(tensors)
         if "send" in operation or "recv" in operation:
             self._state.messages = self._state.next_step()
         if operation in _UNCOUNTED:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import all_reduce, isend
 
 from ddpdebug import torch_internals as internals
@@ -18,7 +19,7 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.collective_notes import CollectiveNotes
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import BatchDelivered, Bus, EpochEnded
+from ddpdebug.probes.training_events import Averaged, BackwardBegan, BatchDelivered, Bus, EpochEnded, StepEnded
 from ddpdebug.schema.progress import DATA_ENDED
 from ddpdebug.torch_internals.collective_calls import CALLS
 
@@ -94,6 +95,52 @@ def test_every_function_has_a_look_and_gets_its_code_back(notes: CollectiveNotes
         assert {line for *_, line in ours.co_lines()} - {None} == {line for *_, line in own.co_lines()} - {None}
     entries_of(guard).close()
     assert {name: _code(name) for name in there} == before
+
+
+def _round(bus: Bus, averages: Callable[[nn.Module], object], *, after: bool = True) -> int:
+    """Train one step; return how often the parameters were seen to be averaged by the next backward."""
+    seen: list[Averaged] = []
+    bus.on("probe:collectives", Averaged, seen.append)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    bus.emit(BackwardBegan([]))
+    if not after:
+        averages(model)
+    bus.emit(StepEnded(optimizer))
+    if after:
+        averages(model)
+    del optimizer
+    bus.emit(BackwardBegan([]))
+    return len(seen)
+
+
+def _flat(model: nn.Module) -> None:
+    all_reduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+
+
+def _each(model: nn.Module) -> None:
+    all_reduce(torch.ones(3))
+    for p in model.parameters():
+        all_reduce(p.detach())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("averages", "after", "seen"),
+    [
+        (_each, True, 1),
+        (_flat, True, 1),
+        (lambda model: dist.all_gather([torch.empty(8, 8)], model.weight.detach()), True, 0),  # a part
+        (lambda _: all_reduce(torch.ones(3)), True, 0),  # a loss
+        (_each, False, 0),  # gradients
+    ],
+)
+def test_parameters_that_the_script_averages_between_steps(
+    notes: CollectiveNotes, bus: Bus, averages: Callable[[nn.Module], object], after: bool, seen: int
+) -> None:
+    """What is reduced before the step are gradients; an optimizer that ends with its round is no hindrance."""
+    notes.install()
+    assert _round(bus, averages, after=after) == seen
 
 
 @pytest.mark.usefixtures("alone")

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -832,6 +833,47 @@ def test_schedulers_are_counted_where_the_user_calls_them() -> None:
     seen.called(schedule)
     seen.forgive()
     assert "scheduler" not in seen.before_step(optimizer, 2)
+
+
+def stepped_with(seen: Schedules, optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[str | None]:
+    """Step both; return in which way the rate was set in vain before each step."""
+    found = []
+    for _ in range(steps):
+        about = seen.before_step(optimizer, 1).get("elsewhere")
+        found.append(about and about.kind)
+        optimizer.step()
+        seen.called(schedule)
+        schedule.step()
+    return found
+
+
+def test_a_rate_that_the_first_step_of_a_schedule_overwrites() -> None:
+    """Not one that the script writes again, one that was there before, or that a chained schedule goes on from."""
+    for scales, kind, wanted in (
+        ("after", partial(LambdaLR, lr_lambda=lambda step: 1 - step / 40), "overwritten"),
+        ("before", partial(LambdaLR, lr_lambda=lambda step: 1 - step / 40), None),
+        ("always", partial(LambdaLR, lr_lambda=lambda step: 1 - step / 40), None),
+        ("after", partial(ExponentialLR, gamma=0.99), None),
+    ):
+        seen, optimizer = Schedules(ENTRIES), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+        (group,) = optimizer.param_groups
+        group["lr"] *= 8 if scales == "before" else 1
+        schedule = kind(optimizer)
+        group["lr"] *= 8 if scales != "before" else 1
+        found = stepped_with(seen, optimizer, schedule, 1)
+        for _ in range(5):
+            group["lr"] *= 8 if scales == "always" else 1
+            found += stepped_with(seen, optimizer, schedule, 1)
+        assert found == [None, *[wanted] * 5], scales
+
+
+def test_a_function_that_returns_the_rate_and_not_a_factor() -> None:
+    """Known when it no longer rises; a rate of 1.0 with a function that returns the rate is another way to write it."""
+    for rate, factor, wanted in ((3e-3, 3e-3, "factor"), (1.0, 3e-3, None), (3e-3, 1.0, None)):
+        seen, optimizer = Schedules(ENTRIES), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate)
+        schedule = LambdaLR(optimizer, lambda step, factor=factor: factor * min(step + 1, 5, max(1, 12 - step)) / 5)
+        found = stepped_with(seen, optimizer, schedule, 12)
+        assert (found[:5], found[-1]) == ([None] * 5, wanted)
 
 
 def trained(seen: Schedules, optimizer: torch.optim.Optimizer, times: int = 5) -> None:

@@ -1,0 +1,60 @@
+"""Parameters that the script averages over ranks itself: federated rounds, DiLoCo, local SGD without a library.
+
+Ranks that take different numbers of steps in a round never agree in steps of one number. What shows the averaging is
+that, between a step and the next backward, collectives of the script carry tensors of all the parameters' shapes, or
+one of as many elements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+
+from ddpdebug import torch_internals as internals
+from ddpdebug.probes.step_state import StepState
+from ddpdebug.probes.training_events import Averaged, BackwardBegan, Bus, StepEnded, StepPassed
+
+#: Tensors that are remembered, and elements of a model that are too few to tell it from a sum of losses.
+_MOST, _LEAST = 8192, 32
+
+
+class HandAveraging:
+    """The probe of such collectives, in models without DDP; it is told of the calls by `CollectiveNotes`."""
+
+    def __init__(self, bus: Bus, state: StepState) -> None:
+        self._bus, self._state = bus, state
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # that stepped last, until a backward begins
+        self._wanted: list[torch.Size] = []  # of its parameters, known when something is carried: it may end with that
+        self._carried: list[torch.Size] = []
+        self._known = False
+        for ended in (StepEnded, StepPassed):
+            bus.on("probe:collectives", ended, self._ended)
+        bus.on("probe:collectives", BackwardBegan, self._begins)
+
+    def carries(self, given: Any) -> None:
+        """Note the tensors of a collective."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None or self._known or self._state.wrappers:
+            return
+        self._wanted = self._wanted or [p.shape for p in internals.params(optimizer) if p.requires_grad]
+        tensors = given if isinstance(given, list | tuple) else (given,)
+        self._carried += [t.shape for t in tensors if isinstance(t, torch.Tensor)][: _MOST - len(self._carried)]
+
+    def _ended(self, event: StepEnded | StepPassed) -> None:
+        self._optimizer = weakref.ref(event.optimizer)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._wanted, self._carried = [], []
+
+    def _begins(self, _: BackwardBegan) -> None:
+        self._optimizer, number = None, sum([shape.numel() for shape in self._wanted])
+        if number >= _LEAST:
+            flat = any([shape.numel() == number for shape in self._carried])
+            if flat or Counter(self._wanted) <= Counter(self._carried):
+                self._known = True
+                self._bus.emit(Averaged())
+        self._forget()
