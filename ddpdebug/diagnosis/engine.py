@@ -23,7 +23,7 @@ from ddpdebug.diagnosis.places import Places
 from ddpdebug.diagnosis.root_causes import Group, Incidents
 from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
-from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.requests import Request
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Signs, Step, are_many, kind_of
@@ -111,6 +111,17 @@ class _Queued:
         return all(answers.keys() >= self.who for answers in self.asked.values())
 
 
+#: The groups of rules that speak where replicas train apart.
+_OF_REPLICAS = ("gradients", "RANK101", "RANK103")
+#: What is said of replicas that parted, once it is known that they are averaged.
+_LOCAL: dict[str, Any] = {
+    "severity": Severity.INFO,
+    "title": "the ranks train apart and are averaged from time to time: local SGD",
+    "causes": ("intended: local SGD, DiLoCo, federated averaging with a long period",),
+    "actions": ("if the ranks are to agree in each step, wrap the model in DDP, and leave `no_sync()` out",),
+}
+
+
 class Diagnosis:
     """The rules and their state: takes steps, details and announcements, and returns findings.
 
@@ -174,7 +185,8 @@ class Diagnosis:
         for held in self._held:
             held.steps += 1
         step = unmarked(step)
-        self.local_steps.read(step)
+        if self.local_steps.read(step):
+            self._incidents.settle(step.optimizer, _OF_REPLICAS, _LOCAL)
         self._queue.append(_Queued(step if step.facts is self.facts else replace(step, facts=self.facts)))
         if len(self._queue) == 1:  # of others it is known in the tick what those before them have shown
             self._ask(self._queue[0])

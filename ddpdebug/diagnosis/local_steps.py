@@ -20,6 +20,11 @@ _PARAMETERS = frozenset({"params_before_digest", "params_after_digest"})
 _PARTED = _PARAMETERS | {"grads_digest"}
 
 
+#: Averages that show that replicas which were apart for longer than the patience are averaged: one may be a checkpoint
+#: that is loaded, or a wrapper that is made.
+_AVERAGES = 2
+
+
 class _Kind(Enum):
     TOGETHER = "the replicas have not parted"
     UNDECIDED = "they have, and may be averaged yet"
@@ -32,7 +37,8 @@ class _Replicas:
     alike: bool  # models without DDP have begun with the same parameters
     kind: _Kind = _Kind.TOGETHER
     apart: int = 0  # checked steps without synchronisation, from the first that differed
-    differed: bool = False  # the parameters themselves, not only the gradients
+    differed: bool = False  # the parameters themselves, not only the gradients, since they agreed
+    averages: int = 0  # how often they agreed again after they had parted for longer than the patience
 
 
 class LocalSteps:
@@ -46,16 +52,26 @@ class LocalSteps:
         self._patience = int(UnsynchronisedAccumulation.local_steps.within(config))
         self._replicas: dict[int, _Replicas] = {}
 
-    def read(self, step: Step) -> None:
-        """Take the next step into account."""
+    def read(self, step: Step) -> bool:
+        """Take the next step into account; return whether it shows that what was taken for a mistake is local SGD."""
         known = self._replicas.get(step.optimizer)
-        if known is not None and known.kind is _Kind.UNDECIDED and step.any(Flag.LOCAL_ONLY):
+        before = None if known is None else known.kind
+        if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED} and step.any(Flag.LOCAL_ONLY):
             known.kind = _Kind.LOCAL
-        if len(step.rows) < 2 or step.any(_DECLARED):
+        if len(step.rows) > 1 and not step.any(_DECLARED):
+            if known is None:
+                known = self._replicas[step.optimizer] = _Replicas(alike=step.agrees("params_before_digest"))
+            self._look(step, known)
+        return before is _Kind.PARTED and known is not None and known.kind is _Kind.LOCAL
+
+    def _look(self, step: Step, known: _Replicas) -> None:
+        if known.kind is _Kind.PARTED:
+            if known.differed and step.agrees("params_before_digest"):
+                known.averages, known.differed = known.averages + 1, False
+                known.kind = _Kind.LOCAL if known.averages >= _AVERAGES else known.kind
+            known.differed |= not step.differing.isdisjoint(_PARAMETERS)
             return
-        if known is None:
-            known = self._replicas[step.optimizer] = _Replicas(alike=step.agrees("params_before_digest"))
-        if known.kind in {_Kind.LOCAL, _Kind.PARTED}:
+        if known.kind is _Kind.LOCAL:
             return
         if known.differed and step.agrees("params_before_digest"):
             known.kind = _Kind.LOCAL

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpdebug.detectors import causality
 from ddpdebug.detectors.base import Detector, RankClasses
@@ -280,6 +281,14 @@ class Incidents:
             known = incident.finding
             if (known.code, known.step, known.ranks) == (finding.code, finding.step, finding.ranks):
                 incident.learn(finding)
+                self._touched.append(incident)
+
+    def settle(self, optimizer: int, groups: Iterable[str], said: Mapping[str, Any]) -> None:
+        """Say something else of what groups of rules have found of an optimizer: it is no mistake."""
+        meant = [self._groups.get((group, optimizer)) for group in groups]
+        for incident in dict.fromkeys((*self._open(), *self._closed)):
+            if incident.group in meant:
+                incident.finding, incident.changed = replace(incident.finding, **said), True
                 self._touched.append(incident)
 
     def _entry(self, finding: Finding) -> str | None:

@@ -147,7 +147,7 @@ class CollectiveNotes:
         frame: FrameType | None = None,
     ) -> None:
         """Note a communication call that begins; `frame` is that of its function."""
-        self._averaging.carries(tensors)
+        self._averaging.carries(operation, tensors)
         if "send" in operation or "recv" in operation:
             self._state.messages = self._state.next_step()
         if operation in _UNCOUNTED:

@@ -17,7 +17,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Averaged, BackwardBegan, Bus, StepEnded, StepPassed
 
-#: Tensors that are remembered, and elements of a model that are too few to tell it from a sum of losses.
+#: Tensors that are remembered, and elements of a model that are too few to tell them from a list of losses.
 _MOST, _LEAST = 8192, 32
 
 
@@ -34,10 +34,10 @@ class HandAveraging:
             bus.on("probe:collectives", ended, self._ended)
         bus.on("probe:collectives", BackwardBegan, self._begins)
 
-    def carries(self, given: Any) -> None:
-        """Note the tensors of a collective."""
+    def carries(self, operation: str, given: Any) -> None:
+        """Note the tensors of a collective; what is broadcast is not averaged: a checkpoint may be."""
         optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None or self._known or self._state.wrappers:
+        if optimizer is None or self._known or self._state.wrappers or operation == "broadcast":
             return
         self._wanted = self._wanted or [p.shape for p in internals.params(optimizer) if p.requires_grad]
         tensors = given if isinstance(given, list | tuple) else (given,)
@@ -52,9 +52,9 @@ class HandAveraging:
 
     def _begins(self, _: BackwardBegan) -> None:
         self._optimizer, number = None, sum([shape.numel() for shape in self._wanted])
-        if number >= _LEAST:
-            flat = any([shape.numel() == number for shape in self._carried])
-            if flat or Counter(self._wanted) <= Counter(self._carried):
-                self._known = True
-                self._bus.emit(Averaged())
+        flat = number >= _LEAST and any([shape.numel() == number for shape in self._carried])
+        each = len(self._wanted) > 1 and Counter(self._wanted) <= Counter(self._carried)
+        if flat or each:
+            self._known = True
+            self._bus.emit(Averaged())
         self._forget()

@@ -284,6 +284,16 @@ def test_saved_steps_of_local_sgd_are_judged_like_those_of_the_run() -> None:
     assert codes(run([*saved[:4], *(apart(n) for n in range(4, 8))], not_synchronised)[0])[0] == ("SYNC205", 0)
 
 
+def test_replicas_that_are_averaged_after_long_are_no_mistake_once_that_is_seen_twice() -> None:
+    """The finding stays, and says so; one agreement may be a checkpoint that is loaded."""
+    for number, severity in ((80, Severity.CRITICAL), (140, Severity.INFO)):
+        diagnosis = Diagnosis(world=4)
+        told, _ = run([apart(n, period=60) for n in range(number)], not_synchronised, diagnosis)
+        newest = {finding.id: finding for finding, _ in [*told, *diagnosis.finish()] if finding.code == "SYNC205"}
+        assert [finding.severity for finding in newest.values()] == [severity]
+        assert ("local SGD" in newest["SYNC205-1"].title) == (severity is Severity.INFO)
+
+
 def test_what_has_nothing_to_do_with_the_replicas_is_told_at_once() -> None:
     """While nobody knows yet whether they are averaged, and while ranks without DDP agree."""
     for flags in (Flag.UNSYNCED_BACKWARD, Flag.NO_DDP):
