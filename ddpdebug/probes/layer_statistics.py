@@ -337,7 +337,8 @@ class Layers:
         notes, self._notes = self._notes, LayerSamples(order=self._notes.order)
         if self._only is not None:  # of many layers the order is that of their registration
             notes.order = {}
-        if dist.is_initialized() and dist.get_rank() != 0:
+        # an optimizer inside backward has moved its parameters already
+        if watch.members or (dist.is_initialized() and dist.get_rank() != 0):
             record.parts[LayerSamples] = notes
             return
         first = watch.index not in self._begun
@@ -350,8 +351,7 @@ class Layers:
             rate = rates.get(id(parameter))
             fact: dict[str, Any] = {"numel": parameter.numel(), "block": block.numel(), "dim": parameter.dim()}
             fact["lr"] = float(rate) if isinstance(rate, int | float) else None
-            # what was taken away before the step moves nothing; an optimizer inside backward has used its gradients
-            fact["given"] = parameter.grad is not None or not watch.has_gradients
+            fact["given"] = parameter.grad is not None or not watch.has_gradients  # what was taken away moves nothing
             notes.names.append(name)
             notes.facts.append(fact)
             self._blocks.append(block)

@@ -79,6 +79,7 @@ class GradientExplosion(Detector):
         lambda: losses(20, lambda i: 1.0, grad_norm=lambda i: 0.5 * 2.5**i),
     )
     silent_on = Examples(
+        lambda: losses(20, lambda i: 2.0 - 0.05 * i, grad_norm=lambda i: 0.002 * i),  # behind a layer that began at 0
         lambda: losses(
             60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * sample_noise(i)
         ),  # one batch
@@ -91,7 +92,7 @@ class GradientExplosion(Detector):
 
     def __init__(self, config: Fields | None = None) -> None:
         super().__init__(config)
-        self._norms: dict[int, deque[tuple[int, float]]] = {}
+        self._norms: dict[int, deque[tuple[int, float, float]]] = {}  # (step, norm, loss)
         self._told: set[tuple[int, str]] = set()
 
     def explained_by(self, finding: Finding, cause: Finding) -> bool:
@@ -105,20 +106,23 @@ class GradientExplosion(Detector):
         if norm is None:
             return
         past = self._norms.setdefault(step.optimizer, deque(maxlen=_KEPT))
-        past.append((step.step, norm))
+        losses = [row.loss for row in step.rows.values()]
+        past.append((step.step, norm, statistics.fmean(losses)))
         if len(past) < self.gradient_warm_up:
             return
-        values = [value for _, value in past]
+        values = [value for _, value, _ in past]
         jump = self.gradient_jump
         if norm <= jump * min(values):
             return
         newest = int(self.gradient_newest)
         usual = statistics.median(values[:-newest] or values)
-        high = [at for at, value in list(past)[-newest:] if value > jump * usual]
+        high = [at for at, value, _ in list(past)[-newest:] if value > jump * usual]
         growing = list(past)[-int(self.gradient_growth_steps) :]
-        rises = sum(after > before for (_, before), (_, after) in pairwise(growing))
+        rises = sum(after > before for (_, before, _), (_, after, _) in pairwise(growing))
+        begun, now = ([loss for *_, loss in part] for part in (growing[:newest], growing[-newest:]))
+        opens = statistics.fmean(now) < statistics.fmean(begun)  # a branch that began at zero, and the loss falls
         phase, since = None, growing[0][0]
-        if rises >= self.gradient_rises and norm > self.gradient_growth * growing[0][1]:
+        if rises >= self.gradient_rises and norm > self.gradient_growth * growing[0][1] and not opens:
             phase = "growth"
         elif usual > 0 and len(high) >= self.gradient_steps:
             phase, since = "jump", high[0]
@@ -129,7 +133,11 @@ class GradientExplosion(Detector):
                 step=since,
                 subject=("gradients",),
                 phase=phase,
-                evidence={"norm": norm, "median_before": usual, "newest": [f"step {a}: {v:.4g}" for a, v in past][-8:]},
+                evidence={
+                    "norm": norm,
+                    "median_before": usual,
+                    "newest": [f"step {a}: {v:.4g}" for a, v, _ in past][-8:],
+                },
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from ddpdebug.detectors.hlth.samples import LayerRule, parameters, sampled, sites, weight
@@ -45,6 +46,11 @@ class VanishingGradient(LayerRule):
     vanishing_weights = Threshold(
         4, "weights that a profile over the depth needs", source="two or three layers show no decay with depth"
     )
+    vanishing_small = Threshold(
+        0.1,
+        "size of a weight's elements over the median of all weights, below which it is left out",
+        source="chosen: a head that began at 0, or with deviations of 2e-5 (MAE), passes on next to nothing at first",
+    )
     fires_on = Examples(
         lambda: sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=10.0 ** (k - 9)) for k in range(8)}),
         lambda: sampled(8, lambda i: {f"l{k}.weight": weight(grad_norm=1e-8 if k < 2 else 0.1) for k in range(6)}),
@@ -81,6 +87,9 @@ class VanishingGradient(LayerRule):
             and about.grad_norm
             and not any(word in classes.get(name.rpartition(".")[0], "") for word in _NO_PART)
         }
+        sizes = {name: (table[name].norm or 0.0) / math.sqrt(table[name].numel) for name in profile}
+        least = self.vanishing_small * statistics.median(sizes.values()) if sizes else 0.0
+        profile = {name: value for name, value in profile.items() if sizes[name] >= least}
         if len(profile) < self.vanishing_weights:
             return {}
         names, share = list(profile), max(1, len(profile) // 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -185,18 +185,20 @@ class Schedules:
     def _leaves_groups_out(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the script sets the rate of the first group again and again, and others keep the usual one.
 
-        With a scheduler that is a choice; and so is a rate of a group's own.
+        With a scheduler that is a choice; and so is a rate of a group's own, or a group that the script has marked.
         """
-        known = self._steps[id(optimizer)]
-        rates = [group.get("lr") for group in internals.groups(optimizer)[:_GROUPS]]
+        known, groups = self._steps[id(optimizer)], internals.groups(optimizer)[:_GROUPS]
+        rates = [group.get("lr") for group in groups]
         if len(rates) < 2 or any([type(rate) is not float for rate in rates]):
             return False
         if len(known.rates) != len(rates):
             known.rates, known.moves = rates, [0] * len(rates)
         known.moves = [n + (a != b) for n, a, b in zip(known.moves, known.rates, rates, strict=True)]
         known.rates = rates
-        usual = internals.own_attribute(optimizer, "defaults", {}).get("lr")
-        kept = [rate for n, rate in zip(known.moves, rates, strict=True) if not n]
+        defaults = internals.own_attribute(optimizer, "defaults", {})
+        usual = defaults.get("lr")
+        marks = [_marks(group, defaults) for group in groups]
+        kept = [rate for n, rate, mark in zip(known.moves, rates, marks, strict=True) if not n and mark == marks[0]]
         return known.moves[0] >= _IN_VAIN and kept != [] and {*kept} == {usual} and not self.of(optimizer)
 
     def _falls_behind(self, name: str, calls: Calls, number: int) -> None:
@@ -344,6 +346,12 @@ class Schedules:
         value = vars(optimizer)["lr"]
         before = self._attributes.setdefault(id(optimizer), value)
         return bool(before != value)
+
+
+def _marks(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a script has noted in a group, beside the optimizer's own settings: `fix_lr`, `lr_scale`, a name."""
+    own = {key: value for key, value in group.items() if key not in defaults and key not in {"params", "initial_lr"}}
+    return {key: value for key, value in own.items() if type(value) in {str, int, float, bool}}
 
 
 def _vain(scheduler: Any, calls: Calls) -> str | None:
