@@ -45,6 +45,13 @@ class Announcement(Struct):
             cls.scope = scope
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFact(Announcement):
+    """A fact that a rank learned in some step."""
+
+    step: int | None = None
+
+
 class Announce(Protocol):
     """Sends an announcement to all ranks; `number` is that of its subject: a DDP, a loader, ..."""
 
@@ -110,10 +117,9 @@ class MeshPlace(Announcement, topic="mesh"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision(Announcement, topic="precision"):
+class Precision(StepFact, topic="precision"):
     """The precision of the k-th DDP's first training forward."""
 
-    step: int | None = None
     location: str | None = None  # that calls the model
     autocast: str | None = None  # dtype
     matmul: str | None = None  # torch's setting for float32 products, on CUDA
@@ -124,13 +130,12 @@ NUMBER = "number:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constants(Announcement, topic="constants"):
+class Constants(StepFact, topic="constants"):
     """Floating-point tensors and numbers in plain attributes of the k-th DDP's modules.
 
     As they were when it was wrapped; of those that its first training forwards left as they were.
     """
 
-    step: int | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)  # attribute path -> "(shape):digest", or "number:0.1"
 
 
@@ -145,10 +150,9 @@ class NumberChange(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers(Announcement, topic="numbers"):
+class Numbers(StepFact, topic="numbers"):
     """Numbers in plain attributes of the k-th DDP's modules that have changed since they were announced last."""
 
-    step: int | None = None
     changes: Mapping[str, NumberChange] = field(default_factory=dict)  # by attribute path
 
 
@@ -222,13 +226,12 @@ class StreamEnded(Announcement, topic="alone:stream", scope=Scope.ALONE):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedOrder(Announcement, topic="alone:order", scope=Scope.SHARED):
+class RepeatedOrder(StepFact, topic="alone:order", scope=Scope.SHARED):
     """A user's sampler drew the same indices in two training passes, in an order other than the natural one.
 
     Told of samplers of the user's own, once: what torch's does is in `Loader`.
     """
 
-    step: int | None = None
     sampler: str = ""  # class
     set_epoch: bool = False  # it can be told the epoch
     epoch: int | None = None  # that it has
@@ -237,20 +240,18 @@ class RepeatedOrder(Announcement, topic="alone:order", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedNumbers(Announcement, topic="alone:numbers", scope=Scope.SHARED):
+class RepeatedNumbers(StepFact, topic="alone:numbers", scope=Scope.SHARED):
     """Torch's generators were in the same state at the start of several epochs, and training draws from them."""
 
-    step: int | None = None
     epochs: int = 0  # in a row
     steps: int = 0  # likewise, where each step draws the same
     location: str | None = None  # that iterates over the loader, or calls backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Items(Announcement, topic="items"):
+class Items(StepFact, topic="items"):
     """The items that the k-th DataLoader delivered in an epoch for some fixed indices, the same on all ranks."""
 
-    step: int | None = None
     #: index -> digests of its numbers (labels, as a rule) and of its tensors; empty where there are none
     items: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     exact: bool = False  # batches are put together by torch, in the order of their indices
@@ -258,13 +259,12 @@ class Items(Announcement, topic="items"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedDeliveries(Announcement, topic="alone:deliveries", scope=Scope.SHARED):
+class RepeatedDeliveries(StepFact, topic="alone:deliveries", scope=Scope.SHARED):
     """The number of a loader's batches that were equal to the one delivered before, with the first ones.
 
     Or that all indices that it has drawn for training are a few of the data set.
     """
 
-    step: int | None = None
     batches: int
     again: int  # of these
     workers: int = 0
@@ -276,20 +276,18 @@ class RepeatedDeliveries(Announcement, topic="alone:deliveries", scope=Scope.SHA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut(Announcement, topic="alone:left-out", scope=Scope.SHARED):
+class LeftOut(StepFact, topic="alone:left-out", scope=Scope.SHARED):
     """Batches at the start of each epoch that a loader delivered and that no step was trained on."""
 
-    step: int | None = None
     batches: int  # in each of the last two epochs
     of: int
     location: str | None = None  # that iterates over the loader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputStatistics(Announcement, topic="inputs"):
+class InputStatistics(StepFact, topic="inputs"):
     """Statistics of the inputs of the k-th DDP's first layer with weights, in its first training forwards."""
 
-    step: int | None = None
     layer: str  # class
     mean: float
     std: float
@@ -300,10 +298,9 @@ class InputStatistics(Announcement, topic="inputs"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationInputs(Announcement, topic="evaluated"):
+class EvaluationInputs(StepFact, topic="evaluated"):
     """Statistics of that layer's inputs in the k-th DDP's first evaluation forwards, beside those in training."""
 
-    step: int | None = None
     layer: str  # class
     mean: float
     std: float
@@ -350,10 +347,9 @@ class DrawingLine(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomDraws(Announcement, topic="draws"):
+class RandomDraws(StepFact, topic="draws"):
     """The training loop's draws in each of many checked steps; announced again after four times as many."""
 
-    step: int | None = None
     draws: tuple[Draws, ...] = ()
     inputs: tuple[Input, ...] = ()  # of this step's forwards
     loaded: bool = False  # a DataLoader has delivered this step's batch
@@ -361,10 +357,9 @@ class RandomDraws(Announcement, topic="draws"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets(Announcement, topic="targets"):
+class Targets(StepFact, topic="targets"):
     """The targets of a rank's losses so far, if each was one loss function; announced again after twice as many."""
 
-    step: int | None = None
     loss: str  # the loss function, as in the graph: "NllLoss"
     reads: int = 0  # losses whose targets were read
     seen: int = 0  # labels, or rows of other targets
@@ -383,10 +378,9 @@ LOSS_FUNCTIONS = "loss functions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings(Announcement, topic="loss_settings"):
+class LossSettings(StepFact, topic="loss_settings"):
     """The settings of the k-th loss of a program that were constant since the last announcement."""
 
-    step: int | None = None
     location: str | None = None  # of its backward
     #: `LOSS_FUNCTIONS` -> their names, " + " between them; "function.setting" -> number, or "(shape):digest"
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -405,10 +399,9 @@ class Gathered(Announcement, topic="gathered"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement(Announcement, topic="agreement"):
+class Agreement(StepFact, topic="agreement"):
     """Digests of the model's weights and of its output for the n-th batch given to `agree`."""
 
-    step: int | None = None
     output: str
     weights: str
 
@@ -614,10 +607,9 @@ class AllocationFailure(MemoryState):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossInput(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class LossInput(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The origin of the input of a loss for logits, or for log probabilities, from its graph; once for each line."""
 
-    step: int | None = None
     kind: Literal["input"] = "input"
     loss: str  # the loss function, as in the graph: "NllLoss"; "CrossEntropy" with soft or smoothed targets
     #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
@@ -629,10 +621,9 @@ class LossInput(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetRange(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class TargetRange(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The range of a binary loss's targets; once for each line, and for each range in whole numbers."""
 
-    step: int | None = None
     kind: Literal["range"] = "range"
     loss: str  # the loss function, as in the graph
     low: float
@@ -641,10 +632,9 @@ class TargetRange(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetCases(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class TargetCases(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """Targets other than 1 and -1 of a loss that has one case for each; once for each line."""
 
-    step: int | None = None
     kind: Literal["cases"] = "cases"
     loss: str  # "CosineEmbedding", "HingeEmbedding", "SoftMargin"
     neither: int  # so many of them
@@ -653,10 +643,9 @@ class TargetCases(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossBroadcast(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class LossBroadcast(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """A loss whose predictions and targets were broadcast to a larger shape; once for each line and form."""
 
-    step: int | None = None
     kind: Literal["broadcast"] = "broadcast"
     loss: str  # the loss function, as in the graph
     prediction: tuple[int, ...] = ()  # shape
@@ -671,10 +660,9 @@ class LossBroadcast(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxOfOne(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class SoftmaxOfOne(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """A softmax over a single entry in a loss, which is constant for any input; at the first loss of a line."""
 
-    step: int | None = None
     kind: Literal["softmax of one"] = "softmax of one"
     operation: str  # as in the graph: "LogSoftmax"
     shape: tuple[int, ...] = ()
@@ -682,10 +670,9 @@ class SoftmaxOfOne(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitialLoss(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class InitialLoss(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The first loss of a run of a classifier."""
 
-    step: int | None = None
     kind: Literal["initial"] = "initial"
     classes: int
     loss: float
@@ -693,10 +680,9 @@ class InitialLoss(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabelCounts(Announcement, topic="alone:loss", scope=Scope.SHARED):
+class LabelCounts(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The number of labels of each class over a whole run."""
 
-    step: int | None = None
     kind: Literal["labels"] = "labels"
     classes: int
     seen: int = 0  # labels
@@ -710,10 +696,9 @@ class LabelCounts(Announcement, topic="alone:loss", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MissingParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class MissingParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters that get gradients but belong to no optimizer; see probes/training_loop/parameter_ownership.py."""
 
-    step: int | None = None
     kind: Literal["missing"] = "missing"
     missing: tuple[str, ...] = ()  # the first ones
     number: int = 0  # of all
@@ -722,10 +707,9 @@ class MissingParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovedParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class MovedParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters that need no gradient, got none, and were changed by a step; see training_loop/frozen_moves.py."""
 
-    step: int | None = None
     kind: Literal["moved"] = "moved"
     names: tuple[str, ...] = ()  # the first ones
     number: int = 0  # of all
@@ -733,10 +717,9 @@ class MovedParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftInWeights(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class LeftInWeights(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Weights that were put into a model for an evaluation and are trained on; see training_loop/put_in.py."""
 
-    step: int | None = None
     kind: Literal["left in"] = "left in"
     names: tuple[str, ...] = ()  # some of them
     frozen: bool = False  # none of these is trained
@@ -745,10 +728,9 @@ class LeftInWeights(Announcement, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class FrozenParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """The frozen parameters at an optimizer step: their share of the optimizer's, the output layer, all but norms."""
 
-    step: int | None = None
     kind: Literal["frozen"] = "frozen"
     share: float  # of the elements, as this step begins
     first: float | None = None  # likewise, as the second step began
@@ -758,10 +740,9 @@ class FrozenParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DetachedParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class DetachedParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters that get no gradient, because the forward detaches its graph after them."""
 
-    step: int | None = None
     kind: Literal["detached"] = "detached"
     names: tuple[str, ...] = ()
     after: str = ""  # path of the last module before the cut
@@ -769,19 +750,17 @@ class DetachedParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnregisteredParameters(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class UnregisteredParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters in the model's computation that belong to no model and no optimizer."""
 
-    step: int | None = None
     kind: Literal["unregistered"] = "unregistered"
     names: tuple[str, ...] = ()  # where they hide: "layers[0].weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddedMask(Announcement, topic="alone:attention", scope=Scope.SHARED):
+class AddedMask(StepFact, topic="alone:attention", scope=Scope.SHARED):
     """A mask of zeros and ones that attention has added to its scores."""
 
-    step: int | None = None
     shape: tuple[int, ...] = ()
     zeros: float = 0.0  # share of the mask
     location: str | None = None  # of the model's call
@@ -800,19 +779,18 @@ class NoGradPart(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoGradParts(Announcement, topic="alone:audit", scope=Scope.SHARED):
+class NoGradParts(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """The largest modules that ran without gradients in the first forward, although an optimizer has their parameters.
 
     None of these has got a gradient since then, and none was frozen.
     """
 
-    step: int | None = None
     kind: Literal["no_grad"] = "no_grad"
     parts: tuple[NoGradPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainModeValidation(Announcement, topic="alone:validation", scope=Scope.SHARED):
+class TrainModeValidation(StepFact, topic="alone:validation", scope=Scope.SHARED):
     """Forwards in the wrong mode: those without gradients, or those of a model beside the trained one.
 
     Args:
@@ -822,7 +800,6 @@ class TrainModeValidation(Announcement, topic="alone:validation", scope=Scope.SH
             of a frozen part that count on, "last" such whose statistics are those of the newest batch.
     """
 
-    step: int | None = None
     forwards: int = 0
     location: str | None = None
     since: int = 0  # steps since the evaluation before
@@ -853,22 +830,20 @@ class DrawingModule(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalDraws(Announcement, topic="alone:chance", scope=Scope.SHARED):
+class EvalDraws(StepFact, topic="alone:chance", scope=Scope.SHARED):
     """The modules that drew random numbers in a forward in eval mode, once; see training_loop/eval_dropout.py."""
 
-    step: int | None = None
     modules: tuple[DrawingModule, ...] = ()
     reconstructs: bool = False  # a loss compared with what the model was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedSchedule(Announcement, topic="alone:schedule", scope=Scope.SHARED):
+class UnusedSchedule(StepFact, topic="alone:schedule", scope=Scope.SHARED):
     """A scheduler that was never stepped, or so often that it reaches its end too early or not at all.
 
     Told of one that nothing had stepped when the run came to its end, or whose length was counted in another unit.
     """
 
-    step: int | None = None
     class_name: str = field(metadata=called("class"))
     steps: int = 0  # of its optimizer
     calls: int = 0  # of the scheduler
@@ -883,7 +858,7 @@ class UnusedSchedule(Announcement, topic="alone:schedule", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored(Announcement, topic="alone:restored", scope=Scope.SHARED):
+class Restored(StepFact, topic="alone:restored", scope=Scope.SHARED):
     """The state that a load restored, or that an optimizer begins with; see training_loop/resume.py.
 
     Args:
@@ -893,7 +868,6 @@ class Restored(Announcement, topic="alone:restored", scope=Scope.SHARED):
             what was built anew again and again, or an optimizer that comes with steps behind it.
     """
 
-    step: int | None = None
     kind: Literal["names", "overwritten", "itself", "order", "average", "optimizer", "ended", "rebuilt", "resumed"]
     class_name: str = field(metadata=called("class"))
     names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
@@ -907,13 +881,12 @@ class Restored(Announcement, topic="alone:restored", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChange(Announcement, topic="alone:leak", scope=Scope.ALONE):
+class TokenChange(StepFact, topic="alone:leak", scope=Scope.ALONE):
     """The effect of another token on a model whose targets are its own input tokens.
 
     See forensics/target_leak.py. Changes are shares of the largest value of the same tensor.
     """
 
-    step: int | None = None
     #: "moved" by one position against the inputs, "same": beside them, or "twice": moved by two; "trained": what an
     #: evaluation was given had been trained on, `length` samples.
     targets: str
@@ -930,10 +903,9 @@ class TokenChange(Announcement, topic="alone:leak", scope=Scope.ALONE):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleMixing(Announcement, topic="alone:mixing", scope=Scope.ALONE):
+class SampleMixing(StepFact, topic="alone:mixing", scope=Scope.ALONE):
     """What a sample's outputs owe to the others of its batch, or to its place in it; see forensics/sample_mixing.py."""
 
-    step: int | None = None
     samples: int
     change: float  # of the sample that changes least, as a share of the largest output; 0 for independent ones
     operation: str | None = None  # the first that makes of independent rows some that are not
@@ -942,10 +914,9 @@ class SampleMixing(Announcement, topic="alone:mixing", scope=Scope.ALONE):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddingEffect(Announcement, topic="alone:padding", scope=Scope.ALONE):
+class PaddingEffect(StepFact, topic="alone:padding", scope=Scope.ALONE):
     """The effect of less padding on a model that is given a mask of it; see forensics/padded.py."""
 
-    step: int | None = None
     change: float  # of outputs at real positions, as a share of the largest
     length: int  # positions of the batch
     kept: int  # of these, without the padding that was taken away
@@ -953,13 +924,12 @@ class PaddingEffect(Announcement, topic="alone:padding", scope=Scope.ALONE):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationLine(Announcement, topic="alone:evaluation", scope=Scope.ALONE):
+class ValidationLine(StepFact, topic="alone:evaluation", scope=Scope.ALONE):
     """The line whose losses, without gradients and in eval mode, are the validation loss from now on.
 
     Said again when another line takes its place.
     """
 
-    step: int | None = None
     location: str | None = None
     samples: int | None = None  # of the data set that was begun last
     batches: int = 0  # of this evaluation
@@ -1025,7 +995,7 @@ class HangOver(Announcement, topic="alone:hang-over", scope=Scope.ALONE):
 def _by_topic(kinds: Iterable[object]) -> Mapping[str, tuple[type[Announcement], ...]]:
     topics: dict[str, tuple[type[Announcement], ...]] = {}
     for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, Announcement) and kind is not Announcement:
+        if isinstance(kind, type) and issubclass(kind, Announcement) and hasattr(kind, "topic"):
             topics[kind.topic] = (*topics.get(kind.topic, ()), kind)
     return topics
 
