@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpdebug.checkpoints.names import LeftOut
-from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.detectors.mem.sizes import size_text
 from ddpdebug.sinks.text import clean, counted, percent
 
 #: Kinds of differences, the worst first; `dtype` comes after `elements` where only the dtype differs.

@@ -440,13 +440,9 @@ def _compare(one: One, many: Trajectory, world: int) -> Equivalence:
             adds_up = _sums(parts, own, allowed, places, many.mesh) if what == "gradient" else {}
             renamed = {name for name, place in places.items() if place.name != name}
             output = _first_output(one, many, renamed) if what == "gradient" else None
-            named = {_shown(name, places): entry for name, entry in off.items()}
+            named = {places[name].name if name in places else name: entry for name, entry in off.items()}
             return replace(facts, step=step if off else None, off=named, adds_up=adds_up, output=output)
     return facts
-
-
-def _shown(name: str, places: Mapping[str, Place]) -> str:
-    return places[name].name if name in places else name
 
 
 def _beyond(

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from ddpdebug.detectors import causality
 from ddpdebug.schema.announcements import read_announcement
@@ -56,43 +56,6 @@ class Examples:
         """Sequences, made anew each time."""
         made = [m if isinstance(m, tuple) else (m,) for m in (make() for make in self._makes)]
         return tuple(sequence for m in made for sequence in (m if isinstance(m[0], tuple) else (m,)))
-
-
-class Threshold:
-    """A number that a rule decides by: an attribute of the rule's class, under the name that users adjust it by.
-
-    Read on a rule it is the number itself, as the run's settings (`--threshold NAME=VALUE`) have it. A number that
-    several rules read stands in one of them, or in their base, and the others assign it under the same name.
-
-    Args:
-        value: the default.
-        meaning: what is compared with it, with its unit.
-        source: a measurement, a calculation, an argument, a cited figure, or "chosen" and why.
-    """
-
-    def __init__(self, value: float, meaning: str, *, source: str) -> None:
-        self.name = ""
-        self.value, self.meaning, self.source = float(value), meaning, source
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = self.name or name
-
-    @overload
-    def __get__(self, rule: None, kind: type) -> Threshold: ...
-
-    @overload
-    def __get__(self, rule: Detector, kind: type) -> float: ...
-
-    def __get__(self, rule: Detector | None, kind: type) -> Threshold | float:
-        """Read the number, once for each rule."""
-        if rule is None:
-            return self
-        value = rule.__dict__[self.name] = self.within(rule.config)
-        return value
-
-    def within(self, config: Mapping[str, Any]) -> float:
-        """Return the number as a run's settings have it."""
-        return float((config.get("threshold") or {}).get(self.name, self.value))
 
 
 class Detector:

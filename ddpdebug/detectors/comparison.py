@@ -10,6 +10,7 @@ from typing import Any
 from ddpdebug.detectors.base import Fields, RankClasses
 from ddpdebug.schema.announcements import Items, Loader, MeshPlace, Structure, WrapperGroup
 from ddpdebug.schema.details import Contract, Gradients, Parameters, differing_names
+from ddpdebug.schema.finding import MAX_NAMES as MAX_NAMES  # noqa: PLC0414 - the rules have it from here
 from ddpdebug.schema.row import CLASS_KINDS, CLASS_SLOTS, Flag
 from ddpdebug.schema.step import Blamed, Step, outvoted
 
@@ -17,9 +18,6 @@ from ddpdebug.schema.step import Blamed, Step, outvoted
 _OF_CLASSES = {"params_after_digest": "params", "grads_digest": "grads", "state_digest": "state"}
 #: The columns of these digests.
 CLASS_COLUMNS = {kind: tuple(f"class_{slot}_{kind}" for slot in range(CLASS_SLOTS)) for kind in CLASS_KINDS}
-
-#: A finding names this many parameters, modules, ...; `evidence` has the number of all.
-MAX_NAMES = 20
 
 
 def classes_of(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> RankClasses | None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.errors import UsageError, did_you_mean
-from ddpdebug.schema.finding import Finding
+from ddpdebug.schema.finding import MAX_NAMES, Finding
 
 #: Where evidence has how many names a finding is about.
 _COUNTED = ("parameters", "buffers", "tensors")

@@ -9,7 +9,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from ddpdebug.detectors.base import Detector, Examples, Facts, Fields, Findings, RankClasses, Threshold
+from ddpdebug.detectors.base import Detector, Examples, Facts, Fields, Findings, RankClasses
+from ddpdebug.detectors.thresholds import Threshold
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.step import Step
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ddpdebug.detectors.sync.sync205_unsynchronised_accumulation import UnsynchronisedAccumulation
+from ddpdebug.detectors.sync.local_steps import LOCAL_STEPS
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 
@@ -49,7 +49,7 @@ class LocalSteps:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._patience = int(UnsynchronisedAccumulation.local_steps.within(config))
+        self._patience = int(LOCAL_STEPS.within(config))
         self._replicas: dict[int, _Replicas] = {}
 
     def read(self, step: Step) -> bool:

@@ -187,10 +187,6 @@ class Group:
         return closed
 
 
-def _alike(one: Finding, other: Finding) -> bool:
-    return (one.phase, one.location, one.ranks) == (other.phase, other.location, other.ranks)
-
-
 def _together(one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= 1
 
@@ -336,7 +332,7 @@ class Incidents:
             same = (
                 known.code == finding.code
                 and rule.incident_key(known) == rule.incident_key(finding)
-                and _alike(known, finding)
+                and (known.phase, known.location, known.ranks) == (finding.phase, finding.location, finding.ranks)
             )
             if same and incident.group is group and incident.root is None:
                 return incident

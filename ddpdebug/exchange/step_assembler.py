@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.step import Step
@@ -35,15 +34,10 @@ def fault_of(row: Row, rank: int, progress: int) -> str | None:
 
 
 class Assembler:
-    """Collects rows until every member has delivered its row for the same step of the same optimizer.
+    """Collects rows until every member has delivered its row for the same step of the same optimizer."""
 
-    Args:
-        facts: announcements, which go with each step.
-    """
-
-    def __init__(self, world: int, facts: Mapping[str, Mapping[int, Any]] | None = None) -> None:
+    def __init__(self, world: int) -> None:
         self.world = world
-        self._facts = {} if facts is None else facts
         self._members = frozenset(range(world))
         self._open: dict[tuple[int, int], dict[int, Row]] = {}
         self._newest: dict[int, int] = {}
@@ -95,4 +89,4 @@ class Assembler:
         optimizer, step = key
         self._closed[optimizer] = max(step, self._closed.get(optimizer, -1))
         ordered = {rank: rows[rank] for rank in sorted(rows)}
-        return Step(step=step, optimizer=optimizer, world=self.world, rows=ordered, facts=self._facts)
+        return Step(step=step, optimizer=optimizer, world=self.world, rows=ordered)

@@ -261,9 +261,6 @@ class _Pages:
         word, _ = self._said(notes, one.group, group.told)
         return str(macro(_runbooks().get(one.code), f"runbook-{place}", _link(one.group), group.runs - 1, word))
 
-    def _group_name(self, row: Any) -> dict[str, Any]:
-        return {"code": row.code, "title": row.title, "severity": row.severity, "link": _link(row.group)}
-
     def _group(self, row: Any, notes: Sequence[Any]) -> dict[str, Any]:
         """Return a group as it is shown."""
         word, quiet = self._said(notes, row.group, row.told)

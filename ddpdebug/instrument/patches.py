@@ -52,6 +52,10 @@ def watch_saved_hooks(entries: Entries) -> None:
         entries.guard.run(part, hooks.begin)
 
 
+def _no_fields(*_: Any, **__: Any) -> tuple[Any, ...]:
+    return ()
+
+
 class Patches:
     """The wrappers of torch functions: installs and removes them.
 
@@ -88,7 +92,7 @@ class Patches:
         here, patch = self._followed.here, self._entries.patch
         self._entries.on_step(
             before=[_emits(events.StepBegan, self._step_begins)],
-            after=[_emits(events.StepEnded, self._step_ended)],
+            after=[self._event(events.StepEnded, lambda optimizer, *_: (optimizer,))],
             who=self._followed.step,
             why="the step of every optimizer",
             stop=self._stop,
@@ -96,9 +100,19 @@ class Patches:
         )
         self._install_ddp()
         self._entries.on_models(
-            before=[_emits(events.ModuleForwardBegan, self._module_begins)],
-            after=[_emits(events.ModuleForwardEnded, self._module_ends)],
-            failed=[_emits(events.ModuleForwardFailed, self._module_fails)],
+            before=[
+                self._event(
+                    events.ModuleForwardBegan, lambda module, /, *args, **kwargs: (module, args, kwargs), passes=True
+                )
+            ],
+            after=[
+                self._event(
+                    events.ModuleForwardEnded,
+                    lambda output, module, /, *args, **kwargs: (module, Tensors((args, kwargs)), Tensors(output)),
+                    passes=True,
+                )
+            ],
+            failed=[self._event(events.ModuleForwardFailed, passes=True)],
             who=self._follows_module,
             stop=self._stop_by_hand,
             passes=self._unwatched.forward,
@@ -110,8 +124,8 @@ class Patches:
             "backward",
             "the loss, the phases of a step",
             before=[_emits(events.BackwardBegan, self._backward_begins)],
-            after=[_emits(events.BackwardEnded, self._backward_ended)],
-            failed=[_emits(events.BackwardFailed, self._backward_failed)],
+            after=[self._event(events.BackwardEnded)],
+            failed=[self._event(events.BackwardFailed, lambda error, *_, **__: (error,))],
             who=self._followed.backward,
             passes=self._unwatched.backward,
         )
@@ -126,7 +140,7 @@ class Patches:
         scaled = [_emits(events.LossScaled, self._scaled)]
         leave = self._unwatched.leave
         patch(torch.amp.GradScaler, "scale", "the loss scale", after=scaled, who=here, passes=leave)
-        unscaled = [_emits(events.Unscaled, self._unscaled)]
+        unscaled = [self._event(events.Unscaled)]
         patch(torch.amp.GradScaler, "unscale_", "unscaled gradients", after=unscaled, who=here, passes=leave)
         for name, event, emit in (
             ("clip_grad_norm_", events.Clipped, self._clipped),
@@ -140,7 +154,7 @@ class Patches:
                 owner,
                 "load_state_dict",
                 "where parameters and state were loaded",
-                before=[_emits(events.Paused, self._pauses)],
+                before=[self._event(events.Paused)],
                 after=[_emits(events.Loaded, self._loaded)],
                 who=here,
             )
@@ -149,37 +163,37 @@ class Patches:
         for owner in (torch.nn.Module, torch.optim.Optimizer):
             what = "which modules and optimizers there are, copies too"
             patch(owner, "__setstate__", what, after=[("probe:built", self._state_set)])
-        built = [_emits(events.OptimizerBuilt, self._optimizer_built)]
+        built = [self._event(events.OptimizerBuilt, lambda _, optimizer, *__, **___: (optimizer,))]
         patch(torch.optim.Optimizer, "__init__", "which optimizers there are", after=built)
         what = "schedules against steps"
         for kind in STEPS:
             patch(kind, "step", what, before=[_emits(events.SchedulerStepped, self._scheduler_steps)], who=here)
-        built = [_emits(events.SchedulerBuilt, self._scheduler_built)]
+        built = [self._event(events.SchedulerBuilt, lambda _, scheduler, *__, **___: (scheduler,))]
         patch(ReduceLROnPlateau, "__init__", what, after=built, who=here)
         gathered = [_emits(events.Gathered, self._gathered)]
         patch(dist, "all_gather", "gathered tensors that need gradients", after=gathered, who=here, passes=leave)
         patch(dist, "init_process_group", "when ranks begin to exist", after=[("exchange", self._initialized)])
         ends = [_emits(events.GroupEnds, self._group_ends)]
         patch(dist, "destroy_process_group", "when ranks cease to exist", before=ends, who=here)
-        made = [_emits(events.SubsetMade, self._subset_made)]
+        made = [self._event(events.SubsetMade, lambda _, subset, *__, **___: (subset, user_location()))]
         patch(Subset, "__init__", "where splits are made", after=made, who=here)
         patch(
             DataLoader,
             "__iter__",
             "samplers",
-            before=[_emits(events.EpochBegan, self._epoch_begins)],
-            after=[_emits(events.WorkersBegan, self._workers_begin)],
+            before=[self._event(events.EpochBegan, lambda loader: (loader,))],
+            after=[self._event(events.WorkersBegan, lambda iterator, *_: (iterator,))],
         )
         patch(
             internals.LoaderIterator,
             "__next__",
             "batches, and the time that is waited for them",
-            before=[_emits(events.BatchAwaited, self._batch_awaited)],
-            after=[_emits(events.BatchDelivered, self._batch_delivered)],
+            before=[self._event(events.BatchAwaited)],
+            after=[self._event(events.BatchDelivered, lambda batch, iterator, *_: (batch, iterator))],
             failed=[_emits(events.EpochEnded, self._epoch_over), _emits(events.Paused, self._epoch_ends)],
             who=here,
         )
-        drawn = [_emits(events.IndicesDrawn, self._indices_drawn)]
+        drawn = [self._event(events.IndicesDrawn, lambda indices, iterator, *_: (iterator, indices))]
         patch(
             internals.LoaderIterator, internals.NEXT_INDICES, "which items batches are made of", after=drawn, who=here
         )
@@ -196,7 +210,7 @@ class Patches:
                 averagers.PeriodicModelAverager,
                 "average_parameters",
                 "replicas that differ on purpose",
-                before=[_emits(events.Averaged, self._averages)],
+                before=[self._event(events.Averaged)],
             )
 
     def _install_ddp(self) -> None:
@@ -206,15 +220,27 @@ class Patches:
             "__init__",
             "wrapping",
             before=[("exchange", self._initialized), _emits(events.DDPBuilds, self._wraps)],
-            after=[_emits(events.DDPBuilt, self._wrapped)],
+            after=[self._event(events.DDPBuilt, lambda _, ddp, *__, **___: (ddp,))],
         )
         patch(
             DistributedDataParallel,
             "forward",
             "batches, outputs, phases of a step",
-            before=[_emits(events.ForwardBegan, self._forward_begins)],
-            after=[_emits(events.ForwardEnded, self._forward_ends)],
-            failed=[_emits(events.ForwardFailed, self._forward_fails)],
+            before=[
+                self._event(
+                    events.ForwardBegan,
+                    lambda ddp, /, *args, **kwargs: (ddp, args, kwargs, Tensors((args, kwargs))),
+                    passes=True,
+                )
+            ],
+            after=[
+                self._event(
+                    events.ForwardEnded,
+                    lambda output, ddp, /, *args, **kwargs: (ddp, Tensors((args, kwargs)), Tensors(output)),
+                    passes=True,
+                )
+            ],
+            failed=[self._event(events.ForwardFailed, lambda error, ddp, /, *_, **__: (ddp, error), passes=True)],
             who=self._followed.forward,
             stop=self._stop,
             passes=self._unwatched.ddp_forward,
@@ -223,7 +249,7 @@ class Patches:
             DistributedDataParallel,
             internals.PRE_FORWARD,
             "buffers, and inputs for a replay",
-            after=[_emits(events.ForwardPrepared, self._forward_prepared)],
+            after=[self._event(events.ForwardPrepared, lambda result, ddp, /, *_, **__: (ddp, *result), passes=True)],
             who=self._followed.here,
             passes=self._unwatched.prepared,
         )
@@ -231,15 +257,29 @@ class Patches:
             DistributedDataParallel,
             "no_sync",
             "the DDP contract: accumulation",
-            after=[_emits(events.NoSyncEntered, self._no_sync)],
+            after=[self._event(events.NoSyncEntered, lambda context, ddp: (context, ddp))],
             passes=self._unwatched.leave,
         )
         patch(
             DistributedDataParallel,
             "register_comm_hook",
             "the DDP contract: how gradients are reduced",
-            after=[_emits(events.HookRegistered, self._hooked)],
+            after=[self._event(events.HookRegistered, lambda _, ddp, state, hook: (ddp, state, hook))],
         )
+
+    def _event(
+        self, kind: type[Event], fields: Callable[..., tuple[Any, ...]] = _no_fields, *, passes: bool = False
+    ) -> Look:
+        """Return the look of a wrapper that emits an event with those fields that `fields` makes of its arguments.
+
+        Args:
+            passes: it comes in unwatched steps as well, for some parts.
+        """
+
+        def emit(*args: Any, **kwargs: Any) -> None:
+            self._bus.emit(kind(*fields(*args, **kwargs)), self._unwatched.only if passes else None)
+
+        return _emits(kind, emit)
 
     def watch_module(self, module: torch.nn.Module) -> None:
         """Observe the training forwards of a module without a DDP."""
@@ -279,45 +319,12 @@ class Patches:
         if isinstance(module, torch.nn.Module):
             self._bus.emit(events.DDPBuilds(module, kwargs.get("process_group")))
 
-    def _wrapped(self, _: Any, ddp: DistributedDataParallel, *__: Any, **___: Any) -> None:
-        self._bus.emit(events.DDPBuilt(ddp))
-
-    def _no_sync(self, context: Any, ddp: DistributedDataParallel) -> None:
-        self._bus.emit(events.NoSyncEntered(context, ddp))
-
-    def _hooked(self, _: Any, ddp: DistributedDataParallel, state: Any, hook: Any) -> None:
-        self._bus.emit(events.HookRegistered(ddp, state, hook))
-
-    def _forward_begins(self, ddp: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ForwardBegan(ddp, args, kwargs, Tensors((args, kwargs))), self._unwatched.only)
-
-    def _forward_prepared(self, result: Any, ddp: DistributedDataParallel, /, *_: Any, **__: Any) -> None:
-        args, kwargs = result
-        self._bus.emit(events.ForwardPrepared(ddp, args, kwargs), self._unwatched.only)
-
-    def _forward_ends(self, output: Any, ddp: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ForwardEnded(ddp, Tensors((args, kwargs)), Tensors(output)), self._unwatched.only)
-
-    def _forward_fails(self, error: BaseException, ddp: DistributedDataParallel, /, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.ForwardFailed(ddp, error), self._unwatched.only)
-
     # --- models that no DDP wraps -------------------------------------------------------------------------------------
 
     def _follows_module(self, module: torch.nn.Module, /, *_: Any, **__: Any) -> bool:
         if not self._followed.here() or self._numerics.inside or not self._state.follows(module):
             return False
         return not internals.is_compiled_in_place(module)
-
-    def _module_begins(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(events.ModuleForwardBegan(module, args, kwargs), self._unwatched.only)
-
-    def _module_ends(self, output: Any, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
-        self._bus.emit(
-            events.ModuleForwardEnded(module, Tensors((args, kwargs)), Tensors(output)), self._unwatched.only
-        )
-
-    def _module_fails(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.ModuleForwardFailed(), self._unwatched.only)
 
     # --- backward and step --------------------------------------------------------------------------------------------
 
@@ -326,19 +333,10 @@ class Patches:
         given = (tensors,) if kind is None else kind.__iter__(tensors)  # an iterator is torch's to use up
         self._bus.emit(events.BackwardBegan([one for one in given if is_a(one, torch.Tensor)]))
 
-    def _backward_ended(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.BackwardEnded())
-
-    def _backward_failed(self, error: BaseException, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.BackwardFailed(error))
-
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         self._bus.emit(events.StepBegan(optimizer, closure))
-
-    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._bus.emit(events.StepEnded(optimizer))
 
     def _scaler_steps(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._steps_before = self._steps + self._unwatched.begun
@@ -355,9 +353,6 @@ class Patches:
             self._bus.emit(events.LossScaled(None))
         elif (scale := internals.scale_of(scaler)) is not None:
             self._bus.emit(events.LossScaled(scale))
-
-    def _unscaled(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.Unscaled())
 
     def _clips(self, parameters: Any = None, *_: Any, **__: Any) -> None:
         if type(parameters) is GeneratorType:  # torch makes a list of it for the functions inside
@@ -388,37 +383,13 @@ class Patches:
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
-    def _optimizer_built(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
-        self._bus.emit(events.OptimizerBuilt(optimizer))
-
     def _state_set(self, _: Any, thing: Any, *__: Any, **___: Any) -> None:
         self._entries.built.note(thing)
-
-    def _scheduler_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
-        self._bus.emit(events.SchedulerBuilt(scheduler))
 
     def _scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         given = [one for one in (*args, *kwargs.values()) if one is not None]
         measure = next(iter([float(one) for one in given if type(one) in {int, float}]), None)
         self._bus.emit(events.SchedulerStepped(scheduler, absolute=bool(given), measure=measure))
-
-    def _subset_made(self, _: Any, subset: Any, *__: Any, **___: Any) -> None:
-        self._bus.emit(events.SubsetMade(subset, user_location()))
-
-    def _epoch_begins(self, loader: DataLoader[Any]) -> None:
-        self._bus.emit(events.EpochBegan(loader))
-
-    def _workers_begin(self, iterator: Any, *_: Any) -> None:
-        self._bus.emit(events.WorkersBegan(iterator))
-
-    def _batch_awaited(self, *_: Any) -> None:
-        self._bus.emit(events.BatchAwaited())
-
-    def _batch_delivered(self, batch: Any, iterator: Any, *_: Any) -> None:
-        self._bus.emit(events.BatchDelivered(batch, iterator))
-
-    def _indices_drawn(self, indices: Any, iterator: Any, *_: Any) -> None:
-        self._bus.emit(events.IndicesDrawn(iterator, indices))
 
     def _epoch_over(self, error: BaseException, iterator: Any, *_: Any, **__: Any) -> None:
         self._bus.emit(events.EpochEnded(iterator, failed=not isinstance(error, StopIteration)))
@@ -427,18 +398,12 @@ class Patches:
         if isinstance(error, StopIteration):
             self._bus.emit(events.Paused())
 
-    def _pauses(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.Paused())
-
     def _loaded(  # the arguments of a model's, of which an optimizer's has the first
         self, result: Any, loaded: Any, state_dict: Any = None, strict: Any = None, assign: Any = None, *_: Any
     ) -> None:
         del strict
         given = None if assign else state_dict
         self._bus.emit(events.Loaded(type(loaded).__name__, user_location(), loaded, result, given))
-
-    def _averages(self, *_: Any, **__: Any) -> None:
-        self._bus.emit(events.Averaged())
 
     def _group_ends(self, group: Any = None) -> None:
         self._bus.emit(events.GroupEnds(last=group is None or group is dist.group.WORLD))

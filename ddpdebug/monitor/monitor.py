@@ -21,7 +21,7 @@ from ddpdebug import devices, torch_internals as internals
 from ddpdebug._version import __version__
 from ddpdebug.clock import time, utc_now
 from ddpdebug.config.settings import Config, run_directory
-from ddpdebug.detectors.fail.rules import is_victims
+from ddpdebug.detectors.fail.texts import is_victims
 from ddpdebug.diagnosis.reporter import Reporter, key_of, unravel, utc
 from ddpdebug.disk import Disk, mode_of
 from ddpdebug.errors import FindingError, StopRun, text_of
@@ -47,7 +47,7 @@ from ddpdebug.monitor.judging import Judging, Outlets
 from ddpdebug.monitor.many_ranks import MESSAGES
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
-from ddpdebug.monitor.served import Host, Served
+from ddpdebug.monitor.served import Host, Pusher, Served
 from ddpdebug.monitor.side_groups import Meeting, SideGroups
 from ddpdebug.monitor.sinks import open_sinks, own_device, serves, stand_in, start_pusher, start_served
 from ddpdebug.monitor.spawned import Origin, Starts, note
@@ -59,7 +59,6 @@ from ddpdebug.probes.record import StepRecord, encode_row
 from ddpdebug.probes.step_digests import GradientDigests
 from ddpdebug.probes.training_events import GroupEnds, NeverStepped, OptimizerEnded, StepClosed, StepPassed
 from ddpdebug.processes import stacks
-from ddpdebug.processes.pusher import Pusher
 from ddpdebug.progress.watcher import Watcher
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.reader import RANKS, SPAWNED, STACKS, bytes_of_log, read_findings, read_outcomes, read_run

@@ -11,7 +11,7 @@ from ddpdebug.monitor.seen_ranks import SeenRanks, answers
 from ddpdebug.progress.patience import Patience
 from ddpdebug.progress.waits import Seen, gravity
 from ddpdebug.schema.announcements import Announcement, Hang, HangOver
-from ddpdebug.schema.progress import RankProgress
+from ddpdebug.schema.progress import RankProgress, ranks_in
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.sinks import Waiting
 from ddpdebug.sinks.text import ranks_text
@@ -258,7 +258,7 @@ class OpenHangs:
         if found.waited < self._line_seconds or {*found.ranks} <= {*self._busy}:
             return ""
         self._busy = found.ranks
-        calls = ", ".join(f"{ranks_text(_ranks(ranks))} in {text}" for ranks, text in found.waits.items())
+        calls = ", ".join(f"{ranks_text(ranks_in(ranks))} in {text}" for ranks, text in found.waits.items())
         who = ", ".join(f"rank {rank} is at work: {text}" for rank, text in found.where.items())
         return f"others wait, for {found.waited:.0f} s so far: {calls}; {who}"
 
@@ -318,12 +318,6 @@ class OpenHangs:
         """Return how long each rank has been waiting that does, as far as this one knows."""
         looks = ((rank, *known) for rank, known in self._ranks.looks.items() if rank not in self._ranks.left)
         return {rank: look.same for rank, look, when in looks if look.waiting and now - when < self._ranks.stale}
-
-
-def _ranks(text: str) -> list[int]:
-    """Return the ranks of a text like "0-3,7"."""
-    spans = [part.partition("-") for part in text.split(",")]
-    return [rank for low, _, high in spans for rank in range(int(low), int(high or low) + 1)]
 
 
 def _name(announcement: Hang | HangOver) -> tuple[type, int, int]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.detectors.fail.rules import is_by_loss, is_victims
+from ddpdebug.detectors.fail.texts import is_by_loss, is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats
 from ddpdebug.isolation.background import Thread

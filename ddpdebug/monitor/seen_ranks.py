@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdebug.clock import time
-from ddpdebug.detectors.fail.rules import is_victims
+from ddpdebug.detectors.fail.texts import is_victims
 from ddpdebug.disk import Disk
 from ddpdebug.exchange.beats import Beats
 from ddpdebug.progress import black_box, foreign_stack, frames, kernel

@@ -15,7 +15,6 @@ from ddpdebug.clock import time
 from ddpdebug.companion.calls import dumped, json_of_record
 from ddpdebug.config.settings import Config
 from ddpdebug.processes.beside import Beside, Channel, GoneError, knock
-from ddpdebug.processes.pusher import Pusher
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import FindingRaised, Record, RunEnded, RunStarted, Saved, StepJudged, Trouble
 from ddpdebug.sinks.prometheus.listening import Serving
@@ -194,6 +193,33 @@ class Served:
                 message = self._channel.receive(left)
                 if message is not None and "over" in json.loads(message):
                     break
+        self._channel.close()
+
+
+class Pusher:
+    """The rank's end of the pusher. Only its start waits.
+
+    Raises:
+        OSError: there can be no such process here.
+    """
+
+    def __init__(self) -> None:
+        (self._channel,) = Beside("ddpdebug.processes.pusher").channels
+
+    def tell(self, **facts: Any) -> None:
+        """Send the process `url`, `token`, `token_file` and `directory`, and later `end`."""
+        with suppress(GoneError):
+            self._channel.send(json.dumps(facts).encode())
+
+    def hear(self, seconds: float = 0.0) -> dict[str, Any]:
+        """Return the newest message of the process, after waiting at most `seconds`; empty if there is none."""
+        with suppress(GoneError):
+            said = json.loads(self._channel.receive(seconds) or b"{}")
+            return said if isinstance(said, dict) else {}
+        return {}
+
+    def close(self) -> None:
+        """Close the connection; a process without a run then ends."""
         self._channel.close()
 
 

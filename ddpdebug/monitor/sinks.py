@@ -18,8 +18,7 @@ import torch
 from ddpdebug._version import __version__
 from ddpdebug.config.settings import Config
 from ddpdebug.disk import Disk
-from ddpdebug.monitor.served import Host, HubSink, Served, settings_of
-from ddpdebug.processes.pusher import Pusher
+from ddpdebug.monitor.served import Host, HubSink, Pusher, Served, settings_of
 from ddpdebug.redaction import Redactor
 from ddpdebug.run_directory.writer import OwnFindings, RunDirectory
 from ddpdebug.schema.announcements import Device

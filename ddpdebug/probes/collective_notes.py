@@ -114,7 +114,7 @@ class CollectiveNotes:
         self._batches = 0
         self._averaging = HandAveraging(bus, state)
         self._is_placed = False
-        bus.on("probe:collectives", ForwardBegan, self._forward)
+        bus.on("probe:collectives", ForwardBegan, lambda event: self.forward(event.ddp))
         bus.on("probe:collectives", BackwardBegan, self._backward)
         bus.on("probe:collectives", BatchDelivered, self._delivered)
         bus.on("probe:collectives", EpochEnded, self._data_ended)
@@ -176,9 +176,6 @@ class CollectiveNotes:
         if self._entries.threads.watched() == threading.get_ident():
             self._bus.emit(CollectiveBegan())
             self._state.clock.stop()
-
-    def _forward(self, event: ForwardBegan) -> None:
-        self.forward(event.ddp)
 
     def _backward(self, _: BackwardBegan) -> None:
         for wrapper in self._state.wrappers:

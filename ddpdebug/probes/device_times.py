@@ -175,7 +175,7 @@ class DeviceClock:
         bus.on("probe:device-times", events.BatchAwaited, self._awaited)
         bus.on("probe:device-times", events.BatchDelivered, self._delivered)
         bus.on("probe:device-times", events.ForwardBegan, self._forward_began)
-        bus.on("probe:device-times", events.ForwardPrepared, self._prepared)
+        bus.on("probe:device-times", events.ForwardPrepared, lambda _: self._leave(_COPY))
         bus.on("probe:device-times", events.ForwardEnded, self._forward_ended)
         bus.on("probe:device-times", events.ForwardFailed, self._forward_failed)
         bus.on("probe:device-times", events.BackwardBegan, self._backward_began)
@@ -253,9 +253,6 @@ class DeviceClock:
         self._open += kept
         if not away and event.ddp.device_ids and any([tensor.device.type == "cpu" for tensor in event.tensors()]):
             self._enter(_COPY)
-
-    def _prepared(self, _: events.ForwardPrepared) -> None:
-        self._leave(_COPY)
 
     def _forward_ended(self, _: events.ForwardEnded) -> None:
         if torch.is_grad_enabled():

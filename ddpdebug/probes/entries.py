@@ -176,9 +176,8 @@ class Entries:
         if own and over is None and isinstance(original, FunctionType):
             undo = internals.look_around(original, door)
         if undo is not None:
-            self._undo.append((f"patch:{name}", undo))
             hidden = functools.partial(_hidden, owner, name, kept, look=door)
-            self.placed.append(Placed(_path(owner, name), why, None, hidden))
+            self._put(f"patch:{name}", Placed(_path(owner, name), why, None, hidden), undo)
             return
 
         # a function of somebody else's, or one whose source is not at hand: a wrapper in its place
@@ -207,13 +206,17 @@ class Entries:
         if isinstance(call, FunctionType) and _stranger(torch.nn.Module, call) is None:
             undo = self.guard.run("patch:call", internals.look_around, call, self.calls, ALSO)
         self._sees_modules = undo is not None
+        why = "models that no DDP wraps; all modules in forwards that are looked at"
+        hidden = functools.partial(_hidden, torch.nn.Module, "__call__", call, look=self.calls)
+        self._put("patch:call", Placed(where, why, None, hidden), undo)
+
+    def _put(self, part: str, placed: Placed, undo: Callable[[], Any] | None) -> None:
+        """Note what was put in place until the end, or left out where there is nothing to undo."""
         if undo is None:
-            self.left_out.append(where)
+            self.left_out.append(placed.where)
         else:
-            why = "models that no DDP wraps; all modules in forwards that are looked at"
-            self._undo.append(("patch:call", undo))
-            hidden = functools.partial(_hidden, torch.nn.Module, "__call__", call, look=self.calls)
-            self.placed.append(Placed(where, why, None, hidden))
+            self._undo.append((part, undo))
+            self.placed.append(placed)
 
     def on_models(
         self,
@@ -256,11 +259,7 @@ class Entries:
                 self.guard.run(part, look, value, source)
 
         undo = self.guard.run(part, change, seen)
-        if undo is None:
-            self.left_out.append(what)
-        else:
-            self._undo.append((part, undo))
-            self.placed.append(Placed(what, why, is_wrapper=False))
+        self._put(part, Placed(what, why, is_wrapper=False), undo)
 
     def in_code(
         self,
@@ -286,11 +285,7 @@ class Entries:
 
         internals.leave_uncompiled(seen)
         undo = self.guard.run(part, change, seen, *(_Hook(self, *other) for other in others))
-        if undo is None:
-            self.left_out.append(what)
-        else:
-            self._undo.append((part, undo))
-            self.placed.append(Placed(what, why, is_wrapper=False))
+        self._put(part, Placed(what, why, is_wrapper=False), undo)
 
     def over_functions(self, part: str, mode: torch.overrides.TorchFunctionMode, why: str = "") -> None:
         """Push a torch function mode in this thread; it is popped at `close` if no other mode lies over it.
@@ -302,11 +297,9 @@ class Entries:
             if internals.top_function_mode() is mode:
                 mode.__exit__(None, None, None)
 
-        if self.guard.run(part, mode.__enter__) is None:
-            self.left_out.append(type(mode).__name__)
-        else:
-            self._undo.append((part, undo))
-            self.placed.append(Placed("torch.overrides.TorchFunctionMode", why, is_wrapper=False))
+        entered = self.guard.run(part, mode.__enter__)
+        where = type(mode).__name__ if entered is None else "torch.overrides.TorchFunctionMode"
+        self._put(part, Placed(where, why, is_wrapper=False), None if entered is None else undo)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -330,11 +323,7 @@ class Entries:
             register = getattr(all_optimizers, f"register_optimizer_step_{name}_hook")
             handle = self.guard.run(f"patch:step_{name}", register, door)
             where = f"torch.optim.optimizer.register_optimizer_step_{name}_hook"
-            if handle is None:
-                self.left_out.append(where)
-            else:
-                self._undo.append((f"patch:step_{name}", handle.remove))
-                self.placed.append(Placed(where, why, is_wrapper=False))
+            self._put(f"patch:step_{name}", Placed(where, why, is_wrapper=False), getattr(handle, "remove", None))
 
     def on_parts(self, part: str, look: Callable[[torch.nn.Module, str, Any], None], why: str = "") -> None:
         """Hook the registration of module parts: called with (module, name, part) for each parameter and child.
@@ -347,11 +336,7 @@ class Entries:
         ):
             where = f"torch.nn.modules.module.{register.__name__}"
             handle = self.guard.run(part, register, _Hook(self, part, look))
-            if handle is None:
-                self.left_out.append(where)
-            else:
-                self._undo.append((part, handle.remove))
-                self.placed.append(Placed(where, why, is_wrapper=False))
+            self._put(part, Placed(where, why, is_wrapper=False), getattr(handle, "remove", None))
 
     def before_modules(self, part: str, look: Callable[[torch.nn.Module, Any], None]) -> ModuleHook:
         """Return a hook that is called before the call of every module, while it is on."""

@@ -72,9 +72,9 @@ class LastState:
         bus.on("probe:last-state", StepClosed, self._step_closed)
         bus.on("probe:last-state", StepPassed, self._step_passed)
         bus.on("probe:last-state", ForwardBegan, self._forward_begins)
-        bus.on("probe:last-state", Paused, self._pauses)
-        bus.on("probe:last-state", GroupEnds, self._group_ends)
-        bus.on("probe:last-state", OptimizerEnded, self._ended)
+        bus.on("probe:last-state", Paused, lambda _: self.pause())
+        bus.on("probe:last-state", GroupEnds, lambda _: self.look_back())
+        bus.on("probe:last-state", OptimizerEnded, lambda event: self.look_back(event.watch))
 
     def close(self) -> None:
         """Stop handing over records."""
@@ -97,15 +97,6 @@ class LastState:
     def _forward_begins(self, _: ForwardBegan) -> None:
         if not torch.is_grad_enabled():
             self.pause()
-
-    def _pauses(self, _: Paused) -> None:
-        self.pause()
-
-    def _group_ends(self, _: GroupEnds) -> None:
-        self.look_back()
-
-    def _ended(self, event: OptimizerEnded) -> None:
-        self.look_back(event.watch)
 
     def look_back(self, *watches: OptimizerWatch) -> None:
         """Hand over the state after the last steps, of all optimizers or of the named ones: they may step no more."""

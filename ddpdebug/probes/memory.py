@@ -229,8 +229,8 @@ class MemoryProbe:
         self._begun = False
         bus.on("probe:memory", ForwardBegan, self.inputs)
         bus.on("probe:memory", ModuleForwardBegan, self._begins)
-        bus.on("probe:memory", ForwardEnded, self._forward_ended)
-        bus.on("probe:memory", BackwardBegan, self._backward_began)
+        bus.on("probe:memory", ForwardEnded, lambda event: self.graph(event.outputs()))
+        bus.on("probe:memory", BackwardBegan, lambda event: self.graph(tensors_in(list(event.roots))))
         bus.on("probe:memory", StepClosing, self._step_closes)
 
     def measure_with(self, provider: Provider) -> None:
@@ -263,12 +263,6 @@ class MemoryProbe:
         if torch.is_grad_enabled() and not self._begun:
             self._begun = True
             self._bus.emit(FirstForward())
-
-    def _forward_ended(self, event: ForwardEnded) -> None:
-        self.graph(event.outputs())
-
-    def _backward_began(self, event: BackwardBegan) -> None:
-        self.graph(tensors_in(list(event.roots)))
 
     def graph(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark the graph behind a forward's output or a backward's root."""

@@ -158,7 +158,7 @@ class OptimizerWatch:
         """Return the parameters in readable form: for a DTensor that other ranks hold too, this rank's part."""
         return self.params if self.sharding is None else self.sharding.readable(self.params)
 
-    def refresh(self, wrappers: Sequence[Wrapper], *, force: bool = False, glance: bool = False) -> bool:
+    def refresh(self, wrappers: Sequence[Wrapper], *, glance: bool = False) -> bool:
         """Update the tables; return whether they changed. Parameters on DDP's ignore list are left out.
 
         Args:
@@ -166,12 +166,12 @@ class OptimizerWatch:
         """
         groups = self.groups()
         sign = (len(wrappers), *[number for group in groups for number in _sign(group["params"], len(groups))])
-        if glance and sign == self._sign and not force:
+        if glance and sign == self._sign:
             return False
         params = [p for group in groups for p in group["params"]]
         key = (len(wrappers), *map(id, params))
         self._sign = sign
-        if key == self._key and not force:
+        if key == self._key:
             return False
         self._key = key
         self.after = None

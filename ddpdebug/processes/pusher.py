@@ -4,7 +4,8 @@ The job itself opens no connection, resolves no name and compresses nothing: it 
 run is, and later that it has ended. So a hub that is slow, dead or hostile reaches nothing of the job; and the process
 goes on when the rank has gone, however it went, until the hub has what the run has left. See docs/decisions/034.
 
-`Pusher` is the rank's side, `Post` is for whoever sends a run directory.
+The rank's side is `Pusher` in `monitor/served.py`, so that a rank loads none of this; `Post` is for whoever sends a run
+directory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpdebug.clock import time
-from ddpdebug.processes.beside import Beside, Channel, GoneError
+from ddpdebug.processes.beside import Channel, GoneError
 from ddpdebug.run_directory.mirror import Held, Mirror, Piece, encode
 
 if TYPE_CHECKING:
@@ -43,36 +44,6 @@ _LAST_WORDS = 2.0
 #: Once the rank has gone, others of the run may still write for so long; a hub that does not answer is given so long.
 _AFTER, _PATIENCE = 6.0, 60.0
 _MAX_ANSWER = 8 << 20
-
-
-# --- the rank's side --------------------------------------------------------------------------------------------------
-
-
-class Pusher:
-    """The rank's end of the pusher. Only its start waits.
-
-    Raises:
-        OSError: there can be no such process here.
-    """
-
-    def __init__(self) -> None:
-        (self._channel,) = Beside("ddpdebug.processes.pusher").channels
-
-    def tell(self, **facts: Any) -> None:
-        """Send the process `url`, `token`, `token_file` and `directory`, and later `end`."""
-        with suppress(GoneError):
-            self._channel.send(json.dumps(facts).encode())
-
-    def hear(self, seconds: float = 0.0) -> dict[str, Any]:
-        """Return the newest message of the process, after waiting at most `seconds`; empty if there is none."""
-        with suppress(GoneError):
-            said = json.loads(self._channel.receive(seconds) or b"{}")
-            return said if isinstance(said, dict) else {}
-        return {}
-
-    def close(self) -> None:
-        """Close the connection; a process without a run then ends."""
-        self._channel.close()
 
 
 # --- whoever sends ----------------------------------------------------------------------------------------------------

@@ -66,12 +66,9 @@ def collect(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
     return {rank: text for rank, text in texts.items() if text}
 
 
-def frames_of(text: str, ident: int | None = None) -> list[tuple[str, int, str]]:
-    """Return the frames of a thread as (file, line, function), innermost first; of the main one by default."""
-    parts = text.rstrip().split("\n\n")
-    part = parts[-1]
-    if ident is not None:
-        part = next((one for one in parts if f"hread 0x{ident:016x} " in one), "")
+def frames_of(text: str) -> list[tuple[str, int, str]]:
+    """Return the frames of the main thread as (file, line, function), innermost first."""
+    part = text.rstrip().split("\n\n")[-1]
     return [(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(part)]
 
 

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 _WORD = struct.Struct("=Q")
 _TAGS = 3  # low bits of a pointer that later versions keep marks in
-_FRAME_BYTES, _CODE_BYTES, _THREAD_BYTES = 160, 256, 512
+_CODE_BYTES, _THREAD_BYTES = 256, 512
 _MOST_FRAMES, _MOST_TEXT, _MOST_TABLE = 60, 4096, 1 << 20
 #: Of the objects of CPython: the type, and the length of a text or of bytes.
 _TYPE_AT, _LENGTH_AT = 8, 16

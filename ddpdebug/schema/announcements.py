@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby
 from typing import Any, ClassVar, Literal, Protocol
 
 from ddpdebug.schema.wire import Struct, called, from_json
@@ -38,6 +37,20 @@ class Announcement(Struct):
     topic: ClassVar[str]
     scope: ClassVar[Scope] = Scope.ALL_RANKS
 
+    def __init_subclass__(cls, topic: str = "", scope: Scope | None = None) -> None:
+        """Set what a class says beside its base; `slots` makes a second class of each, which has it already."""
+        if topic:
+            cls.topic = topic
+        if scope is not None:
+            cls.scope = scope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFact(Announcement):
+    """A fact that a rank learned in some step."""
+
+    step: int | None = None
+
 
 class Announce(Protocol):
     """Sends an announcement to all ranks; `number` is that of its subject: a DDP, a loader, ..."""
@@ -58,10 +71,8 @@ StructureEntry = tuple[str, str, tuple[int, ...], str, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Structure(Announcement):
+class Structure(Announcement, topic="structure"):
     """Parameters and buffers of the k-th DDP, before it was wrapped."""
-
-    topic: ClassVar[str] = "structure"
 
     digest: str = ""  # of the entries
     entries: tuple[StructureEntry, ...] = ()
@@ -69,26 +80,22 @@ class Structure(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitialValues(Announcement):
+class InitialValues(Announcement, topic="init"):
     """Digests of the k-th DDP's parameters and buffers, before DDP broadcast those of rank 0."""
-
-    topic: ClassVar[str] = "init"
 
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrapperGroup(Announcement):
+class WrapperGroup(Announcement, topic="group"):
     """The ranks over which the k-th DDP reduces gradients."""
-
-    topic: ClassVar[str] = "group"
 
     ranks: tuple[int, ...]
     beside: tuple[tuple[int, ...], ...] = ()  # other groups of the script that the rank is in, smaller than the world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshPlace(Announcement):
+class MeshPlace(Announcement, topic="mesh"):
     """The place of a rank on the meshes of the k-th optimizer's DTensors, and the ranks that share its parts.
 
     Args:
@@ -101,8 +108,6 @@ class MeshPlace(Announcement):
         model: digest of the parameters' names, whole shapes, dtypes and placements.
     """
 
-    topic: ClassVar[str] = "mesh"
-
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
     alone: int = 0
@@ -112,12 +117,9 @@ class MeshPlace(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision(Announcement):
+class Precision(StepFact, topic="precision"):
     """The precision of the k-th DDP's first training forward."""
 
-    topic: ClassVar[str] = "precision"
-
-    step: int | None = None
     location: str | None = None  # that calls the model
     autocast: str | None = None  # dtype
     matmul: str | None = None  # torch's setting for float32 products, on CUDA
@@ -128,15 +130,12 @@ NUMBER = "number:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constants(Announcement):
+class Constants(StepFact, topic="constants"):
     """Floating-point tensors and numbers in plain attributes of the k-th DDP's modules.
 
     As they were when it was wrapped; of those that its first training forwards left as they were.
     """
 
-    topic: ClassVar[str] = "constants"
-
-    step: int | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)  # attribute path -> "(shape):digest", or "number:0.1"
 
 
@@ -151,12 +150,9 @@ class NumberChange(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers(Announcement):
+class Numbers(StepFact, topic="numbers"):
     """Numbers in plain attributes of the k-th DDP's modules that have changed since they were announced last."""
 
-    topic: ClassVar[str] = "numbers"
-
-    step: int | None = None
     changes: Mapping[str, NumberChange] = field(default_factory=dict)  # by attribute path
 
 
@@ -183,10 +179,8 @@ class Content(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loader(Announcement):
+class Loader(Announcement, topic="loader"):
     """The k-th DataLoader and its sampler, at the start of each epoch over it."""
-
-    topic: ClassVar[str] = "loader"
 
     sampler: str = ""  # class
     distributed: bool = False  # it has the attributes of a DistributedSampler; only then the rest of a sampler is known
@@ -213,21 +207,16 @@ class Loader(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitedLoader(Announcement):
+class AwaitedLoader(Announcement, topic="awaited"):
     """The DataLoader for which training has recently waited longest, once that is clearly another one."""
-
-    topic: ClassVar[str] = "awaited"
 
     loader: int
     step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEnded(Announcement):
+class StreamEnded(Announcement, topic="alone:stream", scope=Scope.ALONE):
     """The k-th DataLoader has reached the end of an IterableDataset of unknown length."""
-
-    topic: ClassVar[str] = "alone:stream"
-    scope: ClassVar[Scope] = Scope.ALONE
 
     loader: int
     iterations: int = 0  # epochs begun, this one too
@@ -237,16 +226,12 @@ class StreamEnded(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedOrder(Announcement):
+class RepeatedOrder(StepFact, topic="alone:order", scope=Scope.SHARED):
     """A user's sampler drew the same indices in two training passes, in an order other than the natural one.
 
     Told of samplers of the user's own, once: what torch's does is in `Loader`.
     """
 
-    topic: ClassVar[str] = "alone:order"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     sampler: str = ""  # class
     set_epoch: bool = False  # it can be told the epoch
     epoch: int | None = None  # that it has
@@ -255,25 +240,18 @@ class RepeatedOrder(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedNumbers(Announcement):
+class RepeatedNumbers(StepFact, topic="alone:numbers", scope=Scope.SHARED):
     """Torch's generators were in the same state at the start of several epochs, and training draws from them."""
 
-    topic: ClassVar[str] = "alone:numbers"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     epochs: int = 0  # in a row
     steps: int = 0  # likewise, where each step draws the same
     location: str | None = None  # that iterates over the loader, or calls backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Items(Announcement):
+class Items(StepFact, topic="items"):
     """The items that the k-th DataLoader delivered in an epoch for some fixed indices, the same on all ranks."""
 
-    topic: ClassVar[str] = "items"
-
-    step: int | None = None
     #: index -> digests of its numbers (labels, as a rule) and of its tensors; empty where there are none
     items: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     exact: bool = False  # batches are put together by torch, in the order of their indices
@@ -281,16 +259,12 @@ class Items(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedDeliveries(Announcement):
+class RepeatedDeliveries(StepFact, topic="alone:deliveries", scope=Scope.SHARED):
     """The number of a loader's batches that were equal to the one delivered before, with the first ones.
 
     Or that all indices that it has drawn for training are a few of the data set.
     """
 
-    topic: ClassVar[str] = "alone:deliveries"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     batches: int
     again: int  # of these
     workers: int = 0
@@ -302,25 +276,18 @@ class RepeatedDeliveries(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut(Announcement):
+class LeftOut(StepFact, topic="alone:left-out", scope=Scope.SHARED):
     """Batches at the start of each epoch that a loader delivered and that no step was trained on."""
 
-    topic: ClassVar[str] = "alone:left-out"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     batches: int  # in each of the last two epochs
     of: int
     location: str | None = None  # that iterates over the loader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputStatistics(Announcement):
+class InputStatistics(StepFact, topic="inputs"):
     """Statistics of the inputs of the k-th DDP's first layer with weights, in its first training forwards."""
 
-    topic: ClassVar[str] = "inputs"
-
-    step: int | None = None
     layer: str  # class
     mean: float
     std: float
@@ -331,12 +298,9 @@ class InputStatistics(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationInputs(Announcement):
+class EvaluationInputs(StepFact, topic="evaluated"):
     """Statistics of that layer's inputs in the k-th DDP's first evaluation forwards, beside those in training."""
 
-    topic: ClassVar[str] = "evaluated"
-
-    step: int | None = None
     layer: str  # class
     mean: float
     std: float
@@ -383,12 +347,9 @@ class DrawingLine(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomDraws(Announcement):
+class RandomDraws(StepFact, topic="draws"):
     """The training loop's draws in each of many checked steps; announced again after four times as many."""
 
-    topic: ClassVar[str] = "draws"
-
-    step: int | None = None
     draws: tuple[Draws, ...] = ()
     inputs: tuple[Input, ...] = ()  # of this step's forwards
     loaded: bool = False  # a DataLoader has delivered this step's batch
@@ -396,12 +357,9 @@ class RandomDraws(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets(Announcement):
+class Targets(StepFact, topic="targets"):
     """The targets of a rank's losses so far, if each was one loss function; announced again after twice as many."""
 
-    topic: ClassVar[str] = "targets"
-
-    step: int | None = None
     loss: str  # the loss function, as in the graph: "NllLoss"
     reads: int = 0  # losses whose targets were read
     seen: int = 0  # labels, or rows of other targets
@@ -420,12 +378,9 @@ LOSS_FUNCTIONS = "loss functions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings(Announcement):
+class LossSettings(StepFact, topic="loss_settings"):
     """The settings of the k-th loss of a program that were constant since the last announcement."""
 
-    topic: ClassVar[str] = "loss_settings"
-
-    step: int | None = None
     location: str | None = None  # of its backward
     #: `LOSS_FUNCTIONS` -> their names, " + " between them; "function.setting" -> number, or "(shape):digest"
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -436,31 +391,24 @@ class LossSettings(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered(Announcement):
+class Gathered(Announcement, topic="gathered"):
     """The n-th list of tensors gathered from all ranks without a gradient, before a backward."""
-
-    topic: ClassVar[str] = "gathered"
 
     location: str | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement(Announcement):
+class Agreement(StepFact, topic="agreement"):
     """Digests of the model's weights and of its output for the n-th batch given to `agree`."""
 
-    topic: ClassVar[str] = "agreement"
-
-    step: int | None = None
     output: str
     weights: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Equivalence(Announcement):
+class Equivalence(Announcement, topic="equivalence"):
     """The measured difference between the ranks and one process; by `ddpdebug equivalence` only (ci/equivalence.py)."""
-
-    topic: ClassVar[str] = "equivalence"
 
     world: int
     step: int | None = None  # the first that differs
@@ -484,10 +432,8 @@ class Equivalence(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place(Announcement):
+class Place(Announcement, topic="place"):
     """The node and address of a rank, sent at the start; no rule judges it."""
-
-    topic: ClassVar[str] = "place"
 
     node: str
     local_rank: int
@@ -495,10 +441,8 @@ class Place(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device(Announcement):
+class Device(Announcement, topic="place"):
     """The GPU of a rank, sent with its first step there; no rule judges it."""
-
-    topic: ClassVar[str] = "place"
 
     gpu_uuid: str
     device: str = ""  # as torch names it: "cuda:1"
@@ -513,20 +457,17 @@ class ExpectedGrowth(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredGrowth(Announcement):
+class DeclaredGrowth(Announcement, topic="growth"):
     """All growth that the user has declared so far (`expect_growth`)."""
 
-    topic: ClassVar[str] = "growth"
     bare: ClassVar[bool] = True
 
     declared: tuple[ExpectedGrowth, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End(Announcement):
+class End(Announcement, topic="end"):
     """The last announcement of a rank."""
-
-    topic: ClassVar[str] = "end"
 
     steps: Mapping[str, int]  # optimizer -> steps taken
     reason: str  # "finished", "stopped", "interrupted" or "exception: ..."
@@ -538,7 +479,7 @@ _MAX_REASONS, _MAX_TEXT = 16, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankCoverage(Announcement):
+class RankCoverage(Announcement, topic="coverage"):
     """The coverage of one rank, by its own account.
 
     Args:
@@ -556,8 +497,6 @@ class RankCoverage(Announcement):
         replayed: optimizer steps that CUDA graphs have taken, which nobody sees.
         sharding: what is compared of DTensors, in words.
     """
-
-    topic: ClassVar[str] = "coverage"
 
     rank: int = 0
     steps: int = 0
@@ -608,11 +547,8 @@ class CutBackward(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure(Announcement):
+class Failure(Announcement, topic="alone:failure", scope=Scope.ALONE):
     """The exception that ends a rank."""
-
-    topic: ClassVar[str] = "alone:failure"
-    scope: ClassVar[Scope] = Scope.ALONE
 
     reason: str  # "exception: ..."
     step: int | None = None  # the newest
@@ -628,11 +564,8 @@ class Failure(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryState(Announcement):
+class MemoryState(Announcement, topic="alone:memory", scope=Scope.ALONE):
     """The memory use of a rank while an allocation fails on another one; see forensics/memory/oom.py. In bytes."""
-
-    topic: ClassVar[str] = "alone:memory"
-    scope: ClassVar[Scope] = Scope.ALONE
 
     failed: Literal[False] = False
     phase: str | None = None  # "forward", "loss", "backward", "optimizer" or "between"
@@ -674,13 +607,9 @@ class AllocationFailure(MemoryState):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossInput(Announcement):
+class LossInput(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The origin of the input of a loss for logits, or for log probabilities, from its graph; once for each line."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["input"] = "input"
     loss: str  # the loss function, as in the graph: "NllLoss"; "CrossEntropy" with soft or smoothed targets
     #: The two operations that made it, the last one first, without those that change its form only: "LogSoftmax".
@@ -692,13 +621,9 @@ class LossInput(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetRange(Announcement):
+class TargetRange(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The range of a binary loss's targets; once for each line, and for each range in whole numbers."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["range"] = "range"
     loss: str  # the loss function, as in the graph
     low: float
@@ -707,13 +632,9 @@ class TargetRange(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetCases(Announcement):
+class TargetCases(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """Targets other than 1 and -1 of a loss that has one case for each; once for each line."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["cases"] = "cases"
     loss: str  # "CosineEmbedding", "HingeEmbedding", "SoftMargin"
     neither: int  # so many of them
@@ -722,13 +643,9 @@ class TargetCases(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossBroadcast(Announcement):
+class LossBroadcast(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """A loss whose predictions and targets were broadcast to a larger shape; once for each line and form."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["broadcast"] = "broadcast"
     loss: str  # the loss function, as in the graph
     prediction: tuple[int, ...] = ()  # shape
@@ -743,13 +660,9 @@ class LossBroadcast(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxOfOne(Announcement):
+class SoftmaxOfOne(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """A softmax over a single entry in a loss, which is constant for any input; at the first loss of a line."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["softmax of one"] = "softmax of one"
     operation: str  # as in the graph: "LogSoftmax"
     shape: tuple[int, ...] = ()
@@ -757,13 +670,9 @@ class SoftmaxOfOne(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitialLoss(Announcement):
+class InitialLoss(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The first loss of a run of a classifier."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["initial"] = "initial"
     classes: int
     loss: float
@@ -771,13 +680,9 @@ class InitialLoss(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabelCounts(Announcement):
+class LabelCounts(StepFact, topic="alone:loss", scope=Scope.SHARED):
     """The number of labels of each class over a whole run."""
 
-    topic: ClassVar[str] = "alone:loss"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["labels"] = "labels"
     classes: int
     seen: int = 0  # labels
@@ -791,13 +696,9 @@ class LabelCounts(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MissingParameters(Announcement):
+class MissingParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters that get gradients but belong to no optimizer; see probes/training_loop/parameter_ownership.py."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["missing"] = "missing"
     missing: tuple[str, ...] = ()  # the first ones
     number: int = 0  # of all
@@ -806,13 +707,9 @@ class MissingParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovedParameters(Announcement):
+class MovedParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters that need no gradient, got none, and were changed by a step; see training_loop/frozen_moves.py."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["moved"] = "moved"
     names: tuple[str, ...] = ()  # the first ones
     number: int = 0  # of all
@@ -820,13 +717,9 @@ class MovedParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftInWeights(Announcement):
+class LeftInWeights(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Weights that were put into a model for an evaluation and are trained on; see training_loop/put_in.py."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["left in"] = "left in"
     names: tuple[str, ...] = ()  # some of them
     frozen: bool = False  # none of these is trained
@@ -835,13 +728,9 @@ class LeftInWeights(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrowingHooks(Announcement):
+class GrowingHooks(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Hooks on a module or its parameters that become more with each step; see training_loop/growing_hooks.py."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["hooks"] = "hooks"
     since: int  # the step in which they began to
     module: str
@@ -851,13 +740,9 @@ class GrowingHooks(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenParameters(Announcement):
+class FrozenParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """The frozen parameters at an optimizer step: their share of the optimizer's, the output layer, all but norms."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["frozen"] = "frozen"
     share: float  # of the elements, as this step begins
     first: float | None = None  # likewise, as the second step began
@@ -867,13 +752,9 @@ class FrozenParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DetachedParameters(Announcement):
+class DetachedParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters that get no gradient, because the forward detaches its graph after them."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["detached"] = "detached"
     names: tuple[str, ...] = ()
     after: str = ""  # path of the last module before the cut
@@ -881,25 +762,17 @@ class DetachedParameters(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnregisteredParameters(Announcement):
+class UnregisteredParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Parameters in the model's computation that belong to no model and no optimizer."""
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["unregistered"] = "unregistered"
     names: tuple[str, ...] = ()  # where they hide: "layers[0].weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddedMask(Announcement):
+class AddedMask(StepFact, topic="alone:attention", scope=Scope.SHARED):
     """A mask of zeros and ones that attention has added to its scores."""
 
-    topic: ClassVar[str] = "alone:attention"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     shape: tuple[int, ...] = ()
     zeros: float = 0.0  # share of the mask
     location: str | None = None  # of the model's call
@@ -918,22 +791,18 @@ class NoGradPart(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoGradParts(Announcement):
+class NoGradParts(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """The largest modules that ran without gradients in the first forward, although an optimizer has their parameters.
 
     None of these has got a gradient since then, and none was frozen.
     """
 
-    topic: ClassVar[str] = "alone:audit"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["no_grad"] = "no_grad"
     parts: tuple[NoGradPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainModeValidation(Announcement):
+class TrainModeValidation(StepFact, topic="alone:validation", scope=Scope.SHARED):
     """Forwards in the wrong mode: those without gradients, or those of a model beside the trained one.
 
     Args:
@@ -943,10 +812,6 @@ class TrainModeValidation(Announcement):
             of a frozen part that count on, "last" such whose statistics are those of the newest batch.
     """
 
-    topic: ClassVar[str] = "alone:validation"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     forwards: int = 0
     location: str | None = None
     since: int = 0  # steps since the evaluation before
@@ -977,28 +842,20 @@ class DrawingModule(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalDraws(Announcement):
+class EvalDraws(StepFact, topic="alone:chance", scope=Scope.SHARED):
     """The modules that drew random numbers in a forward in eval mode, once; see training_loop/eval_dropout.py."""
 
-    topic: ClassVar[str] = "alone:chance"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     modules: tuple[DrawingModule, ...] = ()
     reconstructs: bool = False  # a loss compared with what the model was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedSchedule(Announcement):
+class UnusedSchedule(StepFact, topic="alone:schedule", scope=Scope.SHARED):
     """A scheduler that was never stepped, or so often that it reaches its end too early or not at all.
 
     Told of one that nothing had stepped when the run came to its end, or whose length was counted in another unit.
     """
 
-    topic: ClassVar[str] = "alone:schedule"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     class_name: str = field(metadata=called("class"))
     steps: int = 0  # of its optimizer
     calls: int = 0  # of the scheduler
@@ -1013,7 +870,7 @@ class UnusedSchedule(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored(Announcement):
+class Restored(StepFact, topic="alone:restored", scope=Scope.SHARED):
     """The state that a load restored, or that an optimizer begins with; see training_loop/resume.py.
 
     Args:
@@ -1023,10 +880,6 @@ class Restored(Announcement):
             what was built anew again and again, or an optimizer that comes with steps behind it.
     """
 
-    topic: ClassVar[str] = "alone:restored"
-    scope: ClassVar[Scope] = Scope.SHARED
-
-    step: int | None = None
     kind: Literal["names", "overwritten", "itself", "order", "average", "optimizer", "ended", "rebuilt", "resumed"]
     class_name: str = field(metadata=called("class"))
     names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
@@ -1040,16 +893,12 @@ class Restored(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChange(Announcement):
+class TokenChange(StepFact, topic="alone:leak", scope=Scope.ALONE):
     """The effect of another token on a model whose targets are its own input tokens.
 
     See forensics/target_leak.py. Changes are shares of the largest value of the same tensor.
     """
 
-    topic: ClassVar[str] = "alone:leak"
-    scope: ClassVar[Scope] = Scope.ALONE
-
-    step: int | None = None
     #: "moved" by one position against the inputs, "same": beside them, or "twice": moved by two; "trained": what an
     #: evaluation was given had been trained on, `length` samples.
     targets: str
@@ -1066,13 +915,9 @@ class TokenChange(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleMixing(Announcement):
+class SampleMixing(StepFact, topic="alone:mixing", scope=Scope.ALONE):
     """What a sample's outputs owe to the others of its batch, or to its place in it; see forensics/sample_mixing.py."""
 
-    topic: ClassVar[str] = "alone:mixing"
-    scope: ClassVar[Scope] = Scope.ALONE
-
-    step: int | None = None
     samples: int
     change: float  # of the sample that changes least, as a share of the largest output; 0 for independent ones
     operation: str | None = None  # the first that makes of independent rows some that are not
@@ -1081,13 +926,9 @@ class SampleMixing(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddingEffect(Announcement):
+class PaddingEffect(StepFact, topic="alone:padding", scope=Scope.ALONE):
     """The effect of less padding on a model that is given a mask of it; see forensics/padded.py."""
 
-    topic: ClassVar[str] = "alone:padding"
-    scope: ClassVar[Scope] = Scope.ALONE
-
-    step: int | None = None
     change: float  # of outputs at real positions, as a share of the largest
     length: int  # positions of the batch
     kept: int  # of these, without the padding that was taken away
@@ -1095,16 +936,12 @@ class PaddingEffect(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationLine(Announcement):
+class ValidationLine(StepFact, topic="alone:evaluation", scope=Scope.ALONE):
     """The line whose losses, without gradients and in eval mode, are the validation loss from now on.
 
     Said again when another line takes its place.
     """
 
-    topic: ClassVar[str] = "alone:evaluation"
-    scope: ClassVar[Scope] = Scope.ALONE
-
-    step: int | None = None
     location: str | None = None
     samples: int | None = None  # of the data set that was begun last
     batches: int = 0  # of this evaluation
@@ -1115,7 +952,7 @@ class ValidationLine(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hang(Announcement):
+class Hang(Announcement, topic="alone:hang", scope=Scope.ALONE):
     """A hang: ranks wait in vain, as judged by one rank; see progress/waits.py.
 
     Args:
@@ -1131,9 +968,6 @@ class Hang(Announcement):
         stacks: ranks -> frames, innermost first, of ranks in the same place.
         waited: seconds so far.
     """
-
-    topic: ClassVar[str] = "alone:hang"
-    scope: ClassVar[Scope] = Scope.ALONE
 
     kind: Literal["left", "mismatch", "cycle", "silent", "stuck", "busy"]
     judge: int = 0
@@ -1159,11 +993,8 @@ class Hang(Announcement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HangOver(Announcement):
+class HangOver(Announcement, topic="alone:hang-over", scope=Scope.ALONE):
     """A hang that was announced has ended: the ranks go on."""
-
-    topic: ClassVar[str] = "alone:hang-over"
-    scope: ClassVar[Scope] = Scope.ALONE
 
     number: int
     judge: int  # the rank that has announced it
@@ -1173,72 +1004,16 @@ class HangOver(Announcement):
 # --- topics -----------------------------------------------------------------------------------------------------------
 
 
-def _by_topic(kinds: Iterable[type[Announcement]]) -> Mapping[str, tuple[type[Announcement], ...]]:
-    return {topic: tuple(same) for topic, same in groupby(kinds, key=lambda kind: kind.topic)}
+def _by_topic(kinds: Iterable[object]) -> Mapping[str, tuple[type[Announcement], ...]]:
+    topics: dict[str, tuple[type[Announcement], ...]] = {}
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Announcement) and hasattr(kind, "topic"):
+            topics[kind.topic] = (*topics.get(kind.topic, ()), kind)
+    return topics
 
 
-#: The classes of each topic. Which one a value belongs to, its fields tell.
-TOPICS = _by_topic(
-    (
-        Structure,
-        InitialValues,
-        WrapperGroup,
-        MeshPlace,
-        Precision,
-        Constants,
-        Numbers,
-        Loader,
-        AwaitedLoader,
-        Items,
-        InputStatistics,
-        EvaluationInputs,
-        RandomDraws,
-        StreamEnded,
-        RepeatedNumbers,
-        RepeatedOrder,
-        RepeatedDeliveries,
-        LeftOut,
-        Targets,
-        LossSettings,
-        Gathered,
-        Agreement,
-        Equivalence,
-        Place,
-        Device,
-        DeclaredGrowth,
-        End,
-        RankCoverage,
-        Failure,
-        MemoryState,
-        AllocationFailure,
-        LossInput,
-        TargetRange,
-        TargetCases,
-        LossBroadcast,
-        SoftmaxOfOne,
-        InitialLoss,
-        LabelCounts,
-        MissingParameters,
-        MovedParameters,
-        LeftInWeights,
-        FrozenParameters,
-        GrowingHooks,
-        DetachedParameters,
-        UnregisteredParameters,
-        NoGradParts,
-        TrainModeValidation,
-        EvalDraws,
-        AddedMask,
-        UnusedSchedule,
-        Restored,
-        PaddingEffect,
-        SampleMixing,
-        TokenChange,
-        ValidationLine,
-        Hang,
-        HangOver,
-    )
-)
+#: The classes of each topic, all of this file. Which one a value belongs to, its fields tell.
+TOPICS = _by_topic(list(vars().values()))
 
 
 def kinds_of(topic: str) -> tuple[type[Announcement], ...]:

@@ -92,32 +92,19 @@ _KINDS: dict[str, tuple[str, Weight]] = {
     for key in keys.split()
 }
 #: The same of other parts, and of probes that another version had, by the first words of their names.
-_OTHERS: tuple[tuple[str, str, Weight], ...] = (
-    ("probe:", "forward", Weight.PART),
-    ("answer:", "detectors", Weight.PART),
-    ("detector:", "detectors", Weight.PART),
-    ("diagnosis", "detectors", Weight.PART),
-    ("message:", "detectors", Weight.PART),
-    ("exchange:", "detectors", Weight.PART),
-    ("a row of", "detectors", Weight.PART),
-    ("a message of", "detectors", Weight.PART),
-    ("rows of a step", "detectors", Weight.PART),
-    ("row", "detectors", Weight.PART),
-    ("tick", "detectors", Weight.PART),
-    ("schedule", "detectors", Weight.PART),
-    ("patch", "other", Weight.PART),
-    ("memory", "memory", Weight.PART),
-    ("progress", "other", Weight.PART),
-    ("sinks", "other", Weight.PART),
-    ("torch", "other", Weight.PART),
-    ("device", "other", Weight.PART),
-    ("", "other", Weight.NOTE),
+_OTHERS = (
+    ("forward", ("probe:",)),
+    ("detectors", ("answer:", "detector:", "diagnosis", "message:", "exchange:", "row", "tick", "schedule")),
+    ("detectors", ("a row of", "a message of")),
+    ("memory", ("memory",)),
+    ("other", ("patch", "progress", "sinks", "torch", "device")),
 )
 
 
 def kind_of(part: str) -> tuple[str, Weight]:
     """Return the subject of a part of ddpdebug, one of `PARTS`, and the weight of its absence."""
-    return _KINDS.get(part) or next((about, weight) for words, about, weight in _OTHERS if part.startswith(words))
+    known = next((about for about, words in _OTHERS if part.startswith(words)), "")
+    return _KINDS.get(part) or (known or "other", Weight.PART if known else Weight.NOTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

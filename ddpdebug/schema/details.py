@@ -23,6 +23,11 @@ class Detail(Struct):
 
     kind: ClassVar[str]
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        """Set the kind beside the base; `slots` makes a second class of each, which has it already."""
+        if kind:
+            cls.kind = kind
+
 
 D = TypeVar("D", bound=Detail)
 
@@ -39,10 +44,8 @@ class Load(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters(Detail):
+class Parameters(Detail, kind="parameters"):
     """Digests of the parameters around a step, by name."""
-
-    kind: ClassVar[str] = "parameters"
 
     before: Mapping[str, str] = field(default_factory=dict)  # as this step found them
     after: Mapping[str, str] = field(default_factory=dict)  # as it left them, of those that a DDP owns
@@ -55,10 +58,8 @@ class Parameters(Detail):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients(Detail):
+class Gradients(Detail, kind="gradients"):
     """Digests, sums and norms of the gradients of a step, by name."""
-
-    kind: ClassVar[str] = "gradients"
 
     digests: Mapping[str, str] = field(default_factory=dict)  # as the optimizer finds them, of those that a DDP owns
     foreign: Mapping[str, str] = field(default_factory=dict)  # likewise, of those that no DDP owns
@@ -77,46 +78,41 @@ class Gradients(Detail):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HyperParameters(Detail):
+class HyperParameters(Detail, kind="hyper"):
     """The settings of an optimizer, one table per parameter group.
 
     Plain values by their name in the group (`lr`, `betas`, ...) and, under `params`, which parameters it has:
     "4 parameters, <digest>".
     """
 
-    kind: ClassVar[str] = "hyper"
     bare: ClassVar[bool] = True
 
     groups: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState(Detail):
+class OptimizerState(Detail, kind="state"):
     """The optimizer's state after a step: parameter -> key -> digest.
 
     With a tolerance the parameter "" has {"parameter:key": norm} of the tensors in it.
     """
 
-    kind: ClassVar[str] = "state"
     bare: ClassVar[bool] = True
 
     states: Mapping[str, Mapping[str, str | float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BufferDigests(Detail):
+class BufferDigests(Detail, kind="buffers"):
     """Digests of the buffers, after DDP has broadcast them."""
-
-    kind: ClassVar[str] = "buffers"
 
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Modes(Detail):
+class Modes(Detail, kind="modes"):
     """The mode of each module in the step's forwards: true is train, false is eval."""
 
-    kind: ClassVar[str] = "modes"
     bare: ClassVar[bool] = True
 
     training: Mapping[str, bool]
@@ -133,10 +129,9 @@ class Replica(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas(Detail):
+class Replicas(Detail, kind="replicas"):
     """The copies of modules that a rank has, by name."""
 
-    kind: ClassVar[str] = "replicas"
     bare: ClassVar[bool] = True
 
     copies: Mapping[str, Replica]
@@ -171,10 +166,8 @@ class Clip(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contract(Detail):
+class Contract(Detail, kind="contract"):
     """The requirements of DDP, and this rank's use of DDP around a step."""
-
-    kind: ClassVar[str] = "contract"
 
     bypass: Bypass | None = None
     no_sync: UnsyncedBackward | None = None
@@ -296,10 +289,9 @@ class NearLimit(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numerics(Detail):
+class Numerics(Detail, kind="numerics"):
     """The non-finite numbers seen in a step."""
 
-    kind: ClassVar[str] = "numerics"
     may_be_empty: ClassVar[bool] = True
 
     checked: bool = False  # module outputs were looked at
@@ -339,10 +331,8 @@ class Holder(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holders(Detail):
+class Holders(Detail, kind="holders"):
     """The holders of tensors or graphs, of the one rank that searched (forensics/memory/holders.py)."""
-
-    kind: ClassVar[str] = "holders"
 
     holders: tuple[Holder, ...] = ()  # those that keep most, first
     visits: int = 0  # objects that the search has looked at
@@ -389,10 +379,9 @@ class LayerParameter(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerStatistics(Detail):
+class LayerStatistics(Detail, kind="layers"):
     """Statistics of a sampled step, for a bounded number of modules and parameters; empty in other steps."""
 
-    kind: ClassVar[str] = "layers"
     may_be_empty: ClassVar[bool] = True
 
     modules: Mapping[str, LayerActivation] = field(default_factory=dict)  # by path, " (call 1)" or " (input)" behind it
@@ -484,10 +473,8 @@ class ScaledClip(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe(Detail):
+class Recipe(Detail, kind="recipe"):
     """The training loop's actions around a step, with an entry for each flag that asks for one."""
-
-    kind: ClassVar[str] = "recipe"
 
     modes: EvalForwards | None = field(default=None, metadata=ABSENT)
     carried: CarriedGradients | None = field(default=None, metadata=ABSENT)

@@ -13,6 +13,8 @@ from ddpdebug.schema.wire import Struct, to_json
 
 #: Key of `evidence`: the groups of ranks that stand against each other, where none is a majority.
 UNDECIDED = "undecided_between"
+#: A finding names this many parameters, modules, ...; `evidence` has the number of all.
+MAX_NAMES = 20
 
 
 class Severity(IntEnum):

@@ -11,7 +11,7 @@ from rule_examples import diagnose, judge
 
 from ddpdebug.detectors.base import Detector, Examples, runbook
 from ddpdebug.detectors.catalog import FAMILIES, catalog, planned
-from ddpdebug.detectors.fail.rules import code_of
+from ddpdebug.detectors.fail.texts import code_of
 from ddpdebug.diagnosis.engine import Diagnosis
 from ddpdebug.schema.finding import Finding, Severity
 

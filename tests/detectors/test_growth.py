@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpdebug.detectors.examples import growing, holders
-from ddpdebug.detectors.mem.growth import GIB, MIB
 from ddpdebug.detectors.mem.mem406_host_memory_growth import HostMemoryGrowth
+from ddpdebug.detectors.mem.sizes import GIB, MIB
 from ddpdebug.schema.finding import Finding
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from ddpdebug.detectors.base import Facts, Threshold
+from ddpdebug.detectors.base import Facts
 from ddpdebug.detectors.catalog import catalog
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import ChainRule, EventRule, Streak, StreakRule
+from ddpdebug.detectors.thresholds import Threshold
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step

@@ -34,8 +34,7 @@ TOKEN = "t" * 20
 _RANK = """
 import json, os, sys
 from pathlib import Path
-from ddpdebug.monitor.served import HubSink
-from ddpdebug.processes.pusher import Pusher
+from ddpdebug.monitor.served import HubSink, Pusher
 from ddpdebug.run_directory.writer import RunDirectory
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Row

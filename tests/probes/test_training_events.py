@@ -120,10 +120,12 @@ def _emitted() -> dict[str, list[str]]:
 
 
 def _calls(tree: ast.Module) -> list[str]:
-    """Return what is made for `emit`, by the last part of its name."""
-    emits = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".emit"))
-    made = (call.args[0] for call in emits if call.args)
-    return [ast.unparse(m.func).rpartition(".")[2] for m in made if isinstance(m, ast.Call)]
+    """Return what is made for `emit`, or by `Patches._event`, by the last part of its name."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args]
+    made = [call.args[0] for call in calls if ast.unparse(call.func).endswith(".emit")]
+    kinds = [m.func for m in made if isinstance(m, ast.Call)]
+    kinds += [call.args[0] for call in calls if ast.unparse(call.func) == "self._event"]
+    return [ast.unparse(kind).rpartition(".")[2] for kind in kinds]
 
 
 def _slots(trees: list[ast.Module]) -> set[str]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
 
-from ddpdebug import detectors
 from ddpdebug.detectors.base import runbook
-from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import steps
+from ddpdebug.detectors.fail.texts import LOSS, OF_VICTIMS, Entry, code_of, table
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Finding, Findings, Severity
 from ddpdebug.errors import essence
 from ddpdebug.schema.announcements import Announcement, End, Failure
 from ddpdebug.schema.ended import Kind, parse_end
+from ddpdebug.schema.finding import MAX_NAMES
 
 #: What torch raises at the first call after a kernel has found a value that it must not be given.
 ON_DEVICE = "device-side assert triggered"
@@ -90,7 +85,7 @@ class DepartureError(TorchError):
         if self._said or not left_alone:
             return
         first = next(iter(left_alone.values()))
-        failed = {rank: f for rank, f in sorted(self._failures.items()) if code_of(f.reason) not in _OF_VICTIMS}
+        failed = {rank: f for rank, f in sorted(self._failures.items()) if code_of(f.reason) not in OF_VICTIMS}
         done = {rank: end for rank, end in sorted(self._ends.items()) if rank not in self._failures}
         if not (failed or done or certain):
             return
@@ -133,50 +128,6 @@ def _place(fact: Failure) -> str:
     return " · ".join(part for part in (step, fact.phase, fact.location) if part)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """An entry of the table: see its head."""
-
-    title: str
-    patterns: list[str]
-    examples: list[str]
-    meaning: str
-    impact: str
-    diagnosis: str
-    causes: list[str]
-    remedy: list[str]
-
-
-@cache
-def _patterns() -> dict[str, re.Pattern[str]]:
-    return {code: re.compile("|".join(entry.patterns)) for code, entry in _table().items()}
-
-
-@cache
-def _table() -> dict[str, Entry]:
-    text = resources.files(detectors).joinpath("fail/errors.toml").read_text(encoding="utf-8")
-    return {code: Entry(**fields) for code, fields in tomllib.loads(text).items()}
-
-
-@cache
-def code_of(reason: str) -> str | None:
-    """Return the code of the first rule that knows an error, by the reason `exception: <class>: <text>`."""
-    known = parse_end(reason)
-    if known.kind not in {Kind.EXCEPTION, Kind.FINDING}:
-        return None
-    return next((code for code, pattern in _patterns().items() if pattern.search(known.text)), None)
-
-
-def is_victims(reason: str) -> bool:
-    """Whether a rank ends with what ranks end with whose peer has gone, or does not answer."""
-    return code_of(reason) in _OF_VICTIMS
-
-
-def is_by_loss(reason: str) -> bool:
-    """Whether a rank ends because another one's connection is closed."""
-    return code_of(reason) == _LOSS
-
-
 def _prose(entry: Entry) -> str:
     def bullets(items: Iterable[str]) -> str:
         return "\n".join(f"    - {item}" for item in items)
@@ -202,10 +153,7 @@ _WHOLE_OR_NONE = (
     "let the exception end the rank, or find what causes it before backward begins: bad records, lengths, memory",
     "to skip a batch decide it on all ranks alike before the forward: all-reduce a flag",
 )
-#: What ranks end with whose peer has gone, or does not answer: the cause lies elsewhere.
-_LOSS = "FAIL1024"
-_OF_VICTIMS = ("FAIL1022", "FAIL1023", _LOSS)
-_BASES = {_LOSS: DepartureError}
+_BASES = {LOSS: DepartureError}
 _KNOWN = {"step": 4, "raised_in": 5, "location": "train.py:40", "phase": "forward", "named": ["fc.weight"]}
 
 
@@ -231,4 +179,4 @@ def _rule(code: str, entry: Entry) -> type[TorchError]:
     return type(code, (_BASES.get(code, TorchError),), fields)
 
 
-globals().update({code: _rule(code, entry) for code, entry in _table().items()})
+globals().update({code: _rule(code, entry) for code, entry in table().items()})

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ddpdebug.detectors.kinds import Detector, Threshold
-from ddpdebug.detectors.mem.growth import MIB, size_text
+from ddpdebug.detectors.mem.sizes import MIB, size_text
+from ddpdebug.detectors.thresholds import Threshold
 from ddpdebug.schema.announcements import AllocationFailure
 
 #: In the path of what somebody else has written.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
-class ExplainingRule(Detector):
-    """A rule that explains failed allocations."""
+class ExplainingRule:
+    """The thresholds by which failed allocations are explained, also where the rule itself is not loaded."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self.config = config or {}
 
     oom_batch_larger = Threshold(
         1.15,

@@ -9,11 +9,9 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from ddpdebug.detectors.kinds import Detector, Fields, Finding, Findings, Step, Threshold
+from ddpdebug.detectors.mem.sizes import MIB, size_text
 from ddpdebug.schema.details import Holder, Holders
 from ddpdebug.schema.row import Row
-
-MIB = 1 << 20
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +138,6 @@ def holder_text(holder: Holder) -> str:
     size = f", {holder.entries} entries" if holder.entries is not None else ""
     function = f" in `{holder.function}()`" if holder.function else ""
     return f"`{holder.name}` ({holder.kind}{size}){function}"
-
-
-def size_text(value: float) -> str:
-    """Return bytes as people read them."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g} {name}" if abs(value) < 1000 * unit else f"{value / unit:.0f} {name}"
-    return f"{value:.0f} bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import EventRule, Examples, Facts, Fields, Severity
 from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
-from ddpdebug.detectors.mem.growth import GIB, size_text
+from ddpdebug.detectors.mem.sizes import GIB, size_text
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 
 _FAILED: dict[str, Any] = {

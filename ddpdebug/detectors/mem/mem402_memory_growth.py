@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.kinds import Examples, Severity, Threshold
-from ddpdebug.detectors.mem.growth import MIB, GrowthRule, Series
+from ddpdebug.detectors.mem.growth import GrowthRule, Series
+from ddpdebug.detectors.mem.sizes import MIB
 
 
 class MemoryGrowth(GrowthRule):

@@ -6,19 +6,10 @@ from typing import Any
 
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.kinds import Examples, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.detectors.mem.growth import (
-    MIB,
-    Growth,
-    Trend,
-    TrendRule,
-    best_holder,
-    declared_bytes,
-    holder_text,
-    size_text,
-    used,
-)
+from ddpdebug.detectors.mem.growth import Growth, Trend, TrendRule, best_holder, declared_bytes, holder_text, used
 from ddpdebug.detectors.mem.mem402_memory_growth import MemoryGrowth
 from ddpdebug.detectors.mem.mem406_host_memory_growth import HostMemoryGrowth
+from ddpdebug.detectors.mem.sizes import MIB, size_text
 from ddpdebug.schema.details import Holder
 
 

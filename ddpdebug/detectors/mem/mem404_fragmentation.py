@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Examples, Fields, Findings, Severity, Step, Streak, StreakRule, Threshold
-from ddpdebug.detectors.mem.growth import GIB, MIB, size_text
+from ddpdebug.detectors.mem.sizes import GIB, MIB, size_text
 from ddpdebug.schema.row import Row
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ddpdebug.detectors.comparison import median_without
 from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.kinds import Examples, Findings, Severity, Step, Streak, StreakRule, Threshold
-from ddpdebug.detectors.mem.growth import GIB, MIB, TrendRule, size_text
+from ddpdebug.detectors.mem.growth import TrendRule
+from ddpdebug.detectors.mem.sizes import GIB, MIB, size_text
 
 
 class MemoryImbalance(StreakRule):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ddpdebug.detectors.examples import growing, holders
 from ddpdebug.detectors.kinds import Examples, Severity, Step, Threshold
-from ddpdebug.detectors.mem.growth import GIB, MIB, GrowthRule, Series
+from ddpdebug.detectors.mem.growth import GrowthRule, Series
+from ddpdebug.detectors.mem.sizes import GIB, MIB
 from ddpdebug.schema.announcements import Loader
 
 

@@ -6,15 +6,13 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ddpdebug.detectors.examples import step_at
 from ddpdebug.detectors.kinds import Detector, Examples, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.row import Flag
 
 _MAX_HISTORY = 16
-
-_START: dict[str, Any] = {"flags": Flag.SKIPPED}
 
 
 @dataclass(slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdebug.detectors.comparison import MAX_NAMES
 from ddpdebug.detectors.examples import contract, gradients, step_at, tables
-from ddpdebug.detectors.kinds import Examples, Fields, Findings, Step, Threshold, Verdict
+from ddpdebug.detectors.kinds import Examples, Fields, Findings, Step, Verdict
 from ddpdebug.detectors.sync.gradients import GRADIENT_COLUMNS, GradientRule, differing, misuse
+from ddpdebug.detectors.sync.local_steps import LOCAL_STEPS
 from ddpdebug.detectors.sync.sync202_wrapper_bypassed import WrapperBypassed
 from ddpdebug.schema.details import Gradients
+from ddpdebug.schema.finding import MAX_NAMES
 from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
@@ -58,11 +59,7 @@ class UnsynchronisedAccumulation(GradientRule):
     reads = (*GRADIENT_COLUMNS, Flag.SHARDS_UNREDUCED)
     title = "the optimizer stepped on gradients that were not synchronised"
     after = WrapperBypassed
-    local_steps = Threshold(
-        32,
-        "steps within which replicas that train apart must agree again to be local SGD",
-        source="periods of 4 and 8 are the defaults of torch and accelerate; a mistake is told so many steps late",
-    )
+    local_steps = LOCAL_STEPS
     fires_on = Examples(
         lambda: step_at(
             2, odd=_ODD, flags=Flag.UNSYNCED_BACKWARD, contract=contract(4, **_LAST), gradients=gradients(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpdebug.config.settings import Config
 from ddpdebug.detectors.mem.explanation import ExplainingRule
@@ -13,7 +13,6 @@ from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.holder_search import HolderSearch
 from ddpdebug.forensics.memory.oom import Reports
 from ddpdebug.isolation.guard import Guard
-from ddpdebug.probes.cpu_memory_limit import CpuLimit
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.handover import Plans
 from ddpdebug.probes.memory import MemoryProbe
@@ -21,6 +20,9 @@ from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.training_events import Bus
 from ddpdebug.redaction import Redactor
 from ddpdebug.schema.announcements import Announce, Announcement, DeclaredGrowth, ExpectedGrowth, MemoryState
+
+if TYPE_CHECKING:
+    from ddpdebug.probes.cpu_memory_limit import CpuLimit
 
 
 class MemoryForensics:
@@ -60,6 +62,8 @@ class MemoryForensics:
         self.reports.level = config.memory_history
         self.reports.rule = ExplainingRule({"threshold": config.threshold})
         if config.memory_limit and self._limit is None:
+            from ddpdebug.probes.cpu_memory_limit import CpuLimit  # noqa: PLC0415 - few runs have a limit
+
             self._limit = CpuLimit(config.memory_limit, entries_of(self._guard), self._memory.note_failure)
             self._memory.measure_with(self._limit)
             self._limit.start()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.detectors.mem.explanation import ExplainingRule, explain
-from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.detectors.mem.sizes import size_text
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.memory.oom_text import render
 from ddpdebug.forensics.memory.snapshot import by_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdebug.detectors.mem.explanation import Explanation
-from ddpdebug.detectors.mem.growth import size_text
+from ddpdebug.detectors.mem.sizes import size_text
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
 from ddpdebug.sinks.text import clean
 

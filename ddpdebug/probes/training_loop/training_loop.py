@@ -304,7 +304,7 @@ class Recipe:
         bus.on("probe:recipe", events.EpochBegan, self._epoch_begins)
         bus.on("probe:clip", events.Clipped, self._clipped)
         bus.on("probe:clip", events.ValuesClipped, self._clipped)
-        bus.on("probe:clip", events.Unscaled, self._unscales)
+        bus.on("probe:clip", events.Unscaled, lambda _: self._unscaled())
         bus.on("probe:scaler", events.ScalerSteps, self._scaler_steps)
         bus.on("probe:recipe", events.StepBegan, self._before_step)
         bus.on("probe:recipe", events.StepEnded, self._after_step)
@@ -743,9 +743,6 @@ class Recipe:
         elif loop.clipped is not None and not math.isinf(event.limit):
             loop.clipped.update([id(parameter) for parameter in event.given])
             loop.clip_line = line
-
-    def _unscales(self, _: events.Unscaled) -> None:
-        self._unscaled()
 
     def _unscaled(self) -> None:
         """Note that the gradients carry no loss scale any more."""

@@ -149,7 +149,7 @@ def _ranks(snapshot: Snapshot, shown: list[RankView]) -> Table:
         cells: list[str | Text] = [
             str(rank.rank),
             "" if rank.step is None else str(rank.step),
-            _number(rank.loss),
+            "" if math.isnan(rank.loss) else number(float(rank.loss)),
             sparkline(rank.losses),
             _seconds(rank.step_seconds),
             Text(_seconds(rank.own_seconds), _WARN if late else ""),
@@ -179,10 +179,6 @@ def _state(rank: RankView, snapshot: Snapshot) -> Text:
     if rank.ended:
         return Text(clean(rank.ended, 40), _DIM if parse_end(rank.ended).is_in_order else _BAD)
     return Text("ok" if rank.step is not None else "no step yet", _DIM)
-
-
-def _number(value: float) -> str:
-    return "" if math.isnan(value) else number(float(value))
 
 
 def _seconds(value: float) -> str:
