@@ -63,7 +63,7 @@ def _pieces(tensor: torch.Tensor, *, whole: bool = False, dim: int | None = None
         return (own,)
     sizes = list(own.shape)
     dim = sizes.index(max(sizes)) if dim is None else dim
-    return own.split(max(1, _PIECE * sizes[dim] // own.numel()), dim)
+    return list(torch.split(own, max(1, _PIECE * sizes[dim] // own.numel()), dim))
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
