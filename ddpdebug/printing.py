@@ -53,6 +53,8 @@ def write(stream: Any, text: str) -> None:
         stream.write(text)
         stream.flush()
         return
+    if stream is sys.__stderr__ and not os.get_inheritable(stream.fileno()):
+        return  # the script has closed it, and opened a file that got its number
     _flush(stream)  # what the script has printed comes first
     put(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
 

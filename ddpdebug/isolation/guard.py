@@ -59,6 +59,8 @@ CAPTURES = "probe:captures"
 _ON_DEVICES = frozenset({"close:by-hand", "close:last-state", "close:optimizers", "close:memory"})
 #: Parts that look at tensors, or let go of them: those of a device that has failed are left alone for ever.
 _OF_TENSORS = ("probe:", "event:", "forensics:", "close:hooks", *_ON_DEVICES)
+#: Parts that look at what the job does. What becomes a graph trains nothing, and must not have our questions in it.
+_OF_STEPS = ("probe:", "event:", "forensics:")
 
 #: Parts that put a mode of ours on the stack, or take it off. All others stand aside of it, as of the user's: a number
 #: that torch holds as a tensor comes out of a mode as a number, which no operation takes.
@@ -70,7 +72,8 @@ class Guard:
 
     What the user's own code raises while a probe happens to run (a signal handler, an exception that another thread
     sent) is the user's, and goes on its way. Modes that the user has put over torch's operations, profilers and classes
-    of tensors do not see those of a probe, and nothing is looked at while `torch.func` transforms what runs.
+    of tensors do not see those of a probe, and nothing is looked at while `torch.func` transforms what runs,
+    or while it is made a graph.
 
     Args:
         on_trouble: called once per failing part with (part, message).
@@ -106,7 +109,7 @@ class Guard:
             return None
         own = self.own_modes if part.startswith(_OF_OWN_MODES) else 0
         if _dispatch_modes() > own or _function_modes() or _transforms() is not None:
-            if not internals.can_step_aside():
+            if not internals.can_step_aside() or (part.startswith(_OF_STEPS) and internals.is_made_a_graph()):
                 return None
             args, probe = (probe, *args), internals.aside_of_modes
         inside, gradients = self._threads.inside, _gradients()

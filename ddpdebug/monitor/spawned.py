@@ -121,12 +121,13 @@ class Arrival:
     def leave_by(self, error: BaseException) -> None:
         """Close the monitor because of an exception that ends the process."""
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            given = error.code if type(error).code is SystemExit.code else 1  # a property of the script's counts, maybe
+            code = given if isinstance(given, int) else int(given is not None)
             cause = error.__context__  # torch leaves so, once it has kept the error for the process that waits
             if code and cause is not None:
                 self.leave(_reason(cause), code, cause)
             else:
-                self.leave("finished" if code == 0 else f"exception: SystemExit: {error.code}", code, error)
+                self.leave("finished" if code == 0 else f"exception: SystemExit: {given}", code, error)
         elif isinstance(error, KeyboardInterrupt):
             self.leave("interrupted", 130, error)
         else:

@@ -265,7 +265,7 @@ class Layers:
             names = {id(module): name for name, module in internals.named_modules(root)}
         called = {id(call.module) for call in self._calls}
         paths = {key: prefix + (names[key] or "(model)") for key in called if key in names}
-        given = {t.untyped_storage().data_ptr() for t in tensors_in(output) if ranges.real_view(t) is not None}
+        given = {t.untyped_storage().data_ptr() for t in tensors_in(output) if ranges.has_numbers(t)}
         last = max(self._notes.order.values(), default=0)
         for call in self._calls:
             module, about = call.module, call.about

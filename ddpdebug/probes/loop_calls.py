@@ -192,8 +192,9 @@ class LoopCalls:
         alone = not state.wrappers and state.world > 1
         local = any([w.pending is not None for w in state.wrappers]) or alone
         norm = internals.own_part(norm) if internals.is_distributed(norm) and internals.is_whole(norm) else norm
-        # of parts the number is known by a collective, which is the job's to call; one on a device costs a copy
-        known = not internals.is_distributed(norm) and (norm.device.type == "cpu" or state.checking)
+        # of parts the number is known by a collective, which is the job's to call, and a fake one has none; one on a
+        # device costs a copy
+        known = internals.is_plain(norm) and (norm.device.type == "cpu" or state.checking)
         read = loss_reader(norm.detach(), None) if known else lambda: math.nan
         given = frozenset(map(id, event.given)) if state.checking and event.given is not None else None
         state.since.parts[StepCalls].clippings.append(

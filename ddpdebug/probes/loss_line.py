@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterator
 from types import FrameType
 
+from ddpdebug import source_lines
 from ddpdebug.isolation.user_code import is_users, location
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -18,7 +18,7 @@ def expression(frame: FrameType | None) -> str | None:
     if frame is None:
         return None
     file = frame.f_code.co_filename
-    lines = linecache.getlines(file)
+    lines = source_lines.getlines(file)
     if not lines or len(lines) > _MAX_LINES:
         return None
     try:

@@ -8,7 +8,6 @@ Of a Mersenne twister the position in its block says how many numbers at least; 
 from __future__ import annotations
 
 import ast
-import linecache
 import random
 import re
 import statistics
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpdebug import fingerprint
+from ddpdebug import fingerprint, source_lines
 from ddpdebug.isolation.foreign import is_one_of
 from ddpdebug.isolation.local_variables import local_values
 from ddpdebug.isolation.process_state import RandomState
@@ -401,7 +400,7 @@ def _family(call: ast.Call) -> str:
 
 
 def _source(file: str) -> ast.Module | None:
-    source = linecache.getlines(file)
+    source = source_lines.getlines(file)
     if not source or len(source) > _MAX_SOURCE:
         return None
     try:

@@ -152,7 +152,7 @@ def _surround(target: Target) -> None:
     if target.module:
         first, name = os.getcwd(), "-m"  # noqa: PTH109
     else:
-        first, name = os.path.dirname(os.path.realpath(target.name)), target.name  # noqa: PTH120
+        first, name = _folder_of(target.name), target.name
         if _importer(_joined(name)) is not None:
             first = _joined(name)
             if sys.flags.safe_path:
@@ -250,14 +250,23 @@ def _is_stop(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.StopRun)
 
 
+def _folder_of(script: str) -> str:
+    """Return the folder of a script as the interpreter finds it: what is no file, as a pipe, is followed once."""
+    link = os.readlink(script) if os.path.islink(script) else ""  # noqa: PTH114, PTH115 - as the interpreter does
+    place = os.path.join(os.path.dirname(script), link) if os.sep in link else script  # noqa: PTH118, PTH120
+    try:  # noqa: SIM105 - nothing is imported that the script would not have
+        place = os.path.realpath(place, strict=True)
+    except OSError:
+        pass
+    return os.path.dirname(place)  # noqa: PTH120
+
+
 def _exit_code(error: SystemExit) -> int:
-    try:
-        code = error.code
-    except Exception:  # noqa: BLE001 - a property of the script's
+    if type(error).code is not SystemExit.code:  # a property of the script's, which the interpreter is about to ask
         return 1
-    if code is None:
+    if error.code is None:
         return 0
-    return code if isinstance(code, int) else 1
+    return error.code if isinstance(error.code, int) else 1
 
 
 def _said_by(error: BaseException) -> str:
@@ -267,7 +276,7 @@ def _said_by(error: BaseException) -> str:
 
 def _hide_callers(error: BaseException, then: Callable[[], object] = lambda: None) -> None:
     """Let the interpreter report `error` as if the script were its outermost frame, and call `then` after that."""
-    report, own = sys.excepthook, _without_wrappers(error.__traceback__)
+    report, own = getattr(sys, "excepthook", _without_hook), _without_wrappers(error.__traceback__)
 
     @unseen
     def without_us(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -282,6 +291,12 @@ def _hide_callers(error: BaseException, then: Callable[[], object] = lambda: Non
             then()
 
     sys.excepthook = without_us
+
+
+def _without_hook(*about: Any) -> None:
+    """Do what the interpreter does where the script has deleted its hook."""
+    print("sys.excepthook is missing", file=sys.stderr)
+    sys.__excepthook__(*about)
 
 
 def _without_wrappers(trace: TracebackType | None) -> TracebackType | None:

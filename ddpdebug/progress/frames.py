@@ -7,7 +7,6 @@ the source, at the place that the interpreter notes for each instruction.
 from __future__ import annotations
 
 import ast
-import linecache
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import NamedTuple
 
+from ddpdebug import source_lines
 from ddpdebug.isolation.user_code import is_user_file, location
 from ddpdebug.progress.foreign_stack import Place
 
@@ -192,7 +192,7 @@ def of_places(places: Sequence[Place]) -> At:
     stack = tuple([f"{location(place.file, place.line)} ({place.function})" for place in frames[:_MOST_FRAMES]])
     if users is None:
         return At(stack=stack, kind=_matching(places[0], "") if places else "")
-    line = linecache.getline(users.file, users.line)
+    line = source_lines.getline(users.file, users.line)
     does = line.strip()
     if users.columns is not None:
         start, stop = users.columns
@@ -260,7 +260,7 @@ def _call(frame: Frame) -> str:
 
 def _source(frame: Frame) -> str:
     """Return the call that a frame is in, as the source has it; the whole line where it is not known."""
-    text = linecache.getline(frame.file, frame.line)
+    text = source_lines.getline(frame.file, frame.line)
     place = next(islice(frame.code.co_positions(), frame.instruction // 2, None), None)
     if place is not None and None not in place and place[0] == place[1] == frame.line:
         source = text.encode("utf-8", "replace")

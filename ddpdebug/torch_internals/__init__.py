@@ -89,6 +89,7 @@ from ddpdebug.torch_internals.modes import (
     can_step_aside as can_step_aside,
     dispatch_modes as dispatch_modes,
     function_modes as function_modes,
+    is_made_a_graph as is_made_a_graph,
     top_function_mode as top_function_mode,
     transform as transform,
 )

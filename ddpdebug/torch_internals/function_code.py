@@ -13,7 +13,6 @@ import __future__
 import ast
 import copy
 import inspect
-import linecache
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +21,8 @@ from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+
+from ddpdebug import source_lines
 
 #: Changes the source of a function: its module, and its definition in there.
 Change = Callable[[ast.Module, ast.FunctionDef], object]
@@ -397,7 +398,7 @@ def _imports(function: FunctionType, code: CodeType) -> Iterator[list[str]]:
 
 def _source(code: CodeType, space: dict[str, Any]) -> ast.Module | None:
     """Return a function's source as a tree, inside of a class and a function like those around it."""
-    lines = linecache.getlines(code.co_filename, space)[code.co_firstlineno - 1 :]
+    lines = source_lines.getlines(code.co_filename, space)[code.co_firstlineno - 1 :]
     if not lines:
         return None
     depth, end = _indent(lines[0]), _last_line(code) - code.co_firstlineno + 1

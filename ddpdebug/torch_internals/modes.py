@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpdebug.torch_internals.names import (
+    MODE_KINDS as _MODE_KINDS,
+    dispatch_mode as _dispatch_mode,
     dispatch_modes as dispatch_modes,
     function_modes as function_modes,
     top_function_mode as top_function_mode,
@@ -17,10 +19,20 @@ from ddpdebug.torch_internals.names import (
     without_function as _without_function,
 )
 
+_OF_GRAPHS = [getattr(_MODE_KINDS, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_MODE_KINDS, name)]
+
 
 def can_step_aside() -> bool:
     """Whether ddpdebug's operations can bypass the active modes; a transform cannot be bypassed."""
     return transform() is None and _without_dispatch is not None and _without_function is not None
+
+
+def is_made_a_graph() -> bool:
+    """Whether a mode makes a graph of what runs, or runs it without numbers: `make_fx`, export, fake tensors.
+
+    The tensors carry that on where modes are stepped aside of.
+    """
+    return any([_dispatch_mode(kind) is not None for kind in _OF_GRAPHS])
 
 
 def aside_of_modes(probe: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -61,6 +61,10 @@ def _no_task() -> int:
     return -1
 
 
+def _none_of(_: object) -> None:
+    return None
+
+
 def _no(*_: object) -> bool:
     return False
 
@@ -230,6 +234,12 @@ function_modes: Callable[[], int] = thing(
     otherwise=_many,
     off="each look takes some 10 us longer: it steps aside of modes also where there are none",
 )
+_GRAPHS_OFF = "what is made a graph, or runs with fake tensors, is looked at"
+#: The dispatch mode of a kind that lies on this thread's stack, None without one.
+dispatch_mode: Callable[[Any], object | None] = thing(
+    "torch._C._get_dispatch_mode", _STAND_ASIDE, otherwise=_none_of, off=_GRAPHS_OFF
+)
+MODE_KINDS: Any = thing("torch._C._TorchDispatchModeKey", _STAND_ASIDE, otherwise=None, off=_GRAPHS_OFF)
 #: The mode over torch's functions that the next one is given to first, None without any.
 top_function_mode: Callable[[], object | None] = thing(
     "torch.overrides._get_current_function_mode",

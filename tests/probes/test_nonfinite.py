@@ -87,6 +87,29 @@ def test_complex_numbers_and_overflowing_sums() -> None:
     assert ranges.nonfinite([large, torch.tensor([1.0, INF]), torch.full((10,), 1e200, dtype=torch.float64)]) == [1]
 
 
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_the_ends_of_float8_are_those_of_its_numbers(dtype: torch.dtype) -> None:
+    """They are read as integers, of either sign, with NaN of either sign."""
+    every = torch.arange(256, dtype=torch.uint8)
+    for bits in (every[:3], every[-3:], every[:128], every[128:200], every[100:200], every[5:6]):
+        expected = torch.aminmax(bits.view(dtype).to(torch.float32))
+        torch.testing.assert_close(ranges.look(bits.view(dtype)), tuple(expected), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (11, 7), (77,)])
+def test_pieces_say_what_the_whole_says(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazily conjugated numbers, and what is counted of others, are converted a few at a time."""
+    whole = torch.arange(77.0).view(shape)
+    for bad in (whole, whole.clone().view(-1).index_fill(0, torch.tensor([5, 60]), -INF).view(shape), whole * NAN):
+        for tensor in (bad, torch.complex(bad, -whole).conj(), bad.to(torch.float8_e5m2)):
+            large = [ask(tensor) for ask in (ranges.read, ranges.describe, ranges.samples, ranges.is_additive_mask)]
+            with monkeypatch.context() as patch:
+                patch.setattr(ranges, "_PIECE", 6)
+                small = [ask(tensor) for ask in (ranges.read, ranges.describe, ranges.samples, ranges.is_additive_mask)]
+                assert len(ranges._pieces(tensor)) > 5
+            assert repr(small) == repr(large)
+
+
 def test_tensors_of_other_kinds_are_not_asked() -> None:
     """A subclass with a dispatch of its own may communicate when it is read, and vmap has no numbers yet."""
 

@@ -379,3 +379,16 @@ def test_runner_is_light(tmp_path: Path) -> None:
     plain = _run(["-m", "p.a"], tmp_path)[1].split()
     through = _run(["-m", "ddpdebug", "run", "--quiet", "a.py"], tmp_path)[1].split()
     assert {*through} - {*plain} <= {"__future__", "atexit"}
+
+
+def test_the_folder_of_a_script_is_that_of_the_interpreter(tmp_path: Path) -> None:
+    """Of links to files and to pipes as well, where it follows one link and no other."""
+    (tmp_path / "there").mkdir()
+    script = tmp_path / "there" / "script.py"
+    script.write_text("import sys; print(sys.path[0])")
+    (tmp_path / "link.py").symlink_to("there/script.py")
+    for path, given in ((tmp_path / "link.py", None), (script, None), ("/dev/stdin", script.read_text())):
+        plain = subprocess.run([sys.executable, path], input=given, capture_output=True, text=True, check=True)
+        ours = f"import sys; from ddpdebug.processes.script import _folder_of; print(_folder_of({str(path)!r}))"
+        found = subprocess.run([sys.executable, "-c", ours], input=given, capture_output=True, text=True, check=True)
+        assert found.stdout == plain.stdout

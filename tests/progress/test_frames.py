@@ -7,7 +7,6 @@ import concurrent.futures
 import datetime
 import fcntl
 import io
-import linecache
 import os
 import pdb  # noqa: T100 - a prompt that waits is what is looked at
 import pickle
@@ -27,6 +26,7 @@ from pathlib import Path
 import pytest
 from machine import until
 
+from ddpdebug import source_lines
 from ddpdebug.progress import frames
 from ddpdebug.progress.foreign_stack import Place
 
@@ -74,7 +74,7 @@ def test_what_matches_a_regular_expression_is_known_by_its_innermost_frame(
     file: str, function: str, call: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of `re`'s functions, or a line that calls a method of what is a pattern in this process too."""
-    monkeypatch.setattr(linecache, "getline", lambda *_: f"    found = {call}")
+    monkeypatch.setattr(source_lines, "getline", lambda *_: f"    found = {call}")
     columns = (12, 12 + len(call)) if call else None
     place = Place(file=file, line=1, function=function, columns=columns)
     users = Place(file=__file__, line=1, function="train", columns=columns)

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parent.parent.parent / "ddpdebug"
 
 #: From the first to the last: a room imports from earlier lines only, also for annotations.
 _LAYERS = (
-    ("_version", "clock", "signals"),
+    ("_version", "clock", "signals", "source_lines"),
     ("disk", "printing", "redaction", "schema", "torch_internals"),
     ("errors", "fingerprint"),
     ("devices", "triton_kernels"),

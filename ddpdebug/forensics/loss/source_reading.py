@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import linecache
 import textwrap
 import tokenize
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpdebug import torch_internals as internals
+from ddpdebug import source_lines, torch_internals as internals
 from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.user_code import is_user_file, is_users
 
@@ -108,7 +107,7 @@ class Context(NamedTuple):
 
 def function_tree(code: CodeType) -> ast.AST | None:
     """Return the syntax tree of a function or module, with the line numbers of its file; None if it cannot be read."""
-    lines = linecache.getlines(code.co_filename)
+    lines = source_lines.getlines(code.co_filename)
     if not lines or len(lines) > _MAX_LINES:
         return None
     first = 1 if code.co_name == "<module>" else code.co_firstlineno

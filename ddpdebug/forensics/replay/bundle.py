@@ -6,6 +6,7 @@ Nothing in it is code. `docs/replay.md` describes the format.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import itertools
@@ -32,6 +33,7 @@ from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.probes.holding import Lost
 from ddpdebug.redaction import Redactor
 from ddpdebug.schema.finding import strict
+from ddpdebug.source_lines import getlines
 
 FORMAT = 1
 JSON_FILE = "bundle.json"
@@ -263,8 +265,9 @@ def _origin(module: torch.nn.Module) -> dict[str, Any]:
     """Return what says where the bundle comes from and what the model is."""
     kind = type(module)
     file = line = None
-    with contextlib.suppress(OSError, TypeError):
-        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    with contextlib.suppress(OSError, TypeError, SyntaxError, ValueError):
+        file = inspect.getsourcefile(kind)
+        line = None if file is None else _line_of(kind, file)
     named = list(itertools.islice(internals.named_modules(module), _MAX_MODULES))
     return {
         "format": FORMAT,
@@ -275,6 +278,12 @@ def _origin(module: torch.nn.Module) -> dict[str, Any]:
         "model": {"module": kind.__module__, "class": kind.__qualname__, "file": file, "line": line},
         "modules": [{"path": path, "class": type(m).__qualname__, "text": _text(m)} for path, m in named],
     }
+
+
+def _line_of(kind: type, file: str) -> int | None:
+    """Return the line of a class in its file; `inspect` would leave the file in the script's cache of lines."""
+    classes = [node for node in ast.walk(ast.parse("".join(getlines(file)))) if isinstance(node, ast.ClassDef)]
+    return next(iter([node.lineno for node in classes if node.name == kind.__name__]), None)
 
 
 def _text(module: torch.nn.Module) -> str:

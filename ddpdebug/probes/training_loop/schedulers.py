@@ -160,7 +160,7 @@ class Schedules:
             if steps and calls.optimizer == id(optimizer) and isinstance(at := vars(scheduler).get("last_epoch"), int):
                 calls.resumed = steps, at
             self._falls_behind(type(scheduler).__name__, calls, number)
-            if getattr(scheduler, "optimizer", None) is optimizer and calls.pending > 1:
+            if attributes_of(scheduler).get("optimizer") is optimizer and calls.pending > 1:
                 found["scheduler"] = ScheduledOften(
                     class_name=type(scheduler).__name__,
                     calls=calls.pending,
@@ -307,7 +307,7 @@ class Schedules:
             known = self._calls[key] = calls
             gone = partial(self._note_end, name, calls)
             calls.scheduler = self._entries.when_gone("probe:schedules", scheduler, gone)
-            optimizer = getattr(scheduler, "optimizer", None)
+            optimizer = attributes_of(scheduler).get("optimizer")
             calls.optimizer, steps = id(optimizer), self._steps.get(id(optimizer))
             calls.since = steps.number if steps is not None and steps.optimizer() is optimizer else 0
             for part in parts_of(scheduler):
@@ -326,7 +326,7 @@ class Schedules:
 
         One that has stepped no more since another one steps what it has is one of the past.
         """
-        own = getattr(scheduler, "optimizer", None)
+        own = attributes_of(scheduler).get("optimizer")
         if own is None:
             return False
         groups = _lists(own)

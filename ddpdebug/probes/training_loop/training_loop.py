@@ -621,7 +621,7 @@ class Recipe:
     def _look_at_loss(self, event: events.BackwardBegan) -> None:
         """Look at what the loss is made of, before backward frees its graph."""
         state, loop, roots = self._state, self._loop, event.roots
-        if state.in_backward:
+        if state.in_backward or not _have_numbers(roots):
             return
         line = user_location()
         number = self._passes[line] = self._passes.get(line, 0) + 1
@@ -1036,3 +1036,8 @@ class Recipe:
             told[about] = told.get(about, 0) + 1
             if told[about] <= _MAX_FACTS:
                 self._announce(self._at(fact))
+
+
+def _have_numbers(roots: Sequence[torch.Tensor]) -> bool:
+    """Return whether what losses are made of may be read: not of fake tensors, and of classes of the script's."""
+    return all([internals.is_plain(root) or internals.is_distributed(root) for root in roots])

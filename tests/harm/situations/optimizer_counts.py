@@ -50,6 +50,17 @@ class Group(dict):
         return dict.items(self)
 
 
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    @property
+    def optimizer(self):
+        asked["optimizer of a scheduler"] += 1
+        return self.held
+
+    @optimizer.setter
+    def optimizer(self, optimizer):
+        self.held = optimizer
+
+
 start()
 found = []
 rates = [Rate(0.01), np.float64(0.01), torch.tensor(0.01), 1]
@@ -57,7 +68,7 @@ for rate in rates:
     model = nn.Linear(16, 4)
     optimizer = Counting(model.parameters(), rate)
     optimizer.param_groups[0] = Group(optimizer.param_groups[0])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step)
+    scheduler = Schedule(optimizer, lambda step: 1 + step)
     found += train(model, optimizer, batches(5))
     scheduler.step()
     found += train(model, optimizer, batches(20))
