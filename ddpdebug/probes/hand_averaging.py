@@ -15,7 +15,7 @@ import torch
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.probes.step_state import StepState
-from ddpdebug.probes.training_events import Averaged, BackwardBegan, Bus, StepEnded, StepPassed
+from ddpdebug.probes.training_events import BackwardBegan, Bus, StepEnded, StepPassed
 
 #: Tensors that are remembered, and elements of a model that are too few to tell them from a list of losses.
 _MOST, _LEAST = 8192, 32
@@ -25,11 +25,10 @@ class HandAveraging:
     """The probe of such collectives, in models without DDP; it is told of the calls by `CollectiveNotes`."""
 
     def __init__(self, bus: Bus, state: StepState) -> None:
-        self._bus, self._state = bus, state
+        self._state = state
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # that stepped last, until a backward begins
         self._wanted: list[torch.Size] = []  # of its parameters, known when something is carried: it may end with that
         self._carried: list[torch.Size] = []
-        self._known = False
         for ended in (StepEnded, StepPassed):
             bus.on("probe:collectives", ended, self._ended)
         bus.on("probe:collectives", BackwardBegan, self._begins)
@@ -37,7 +36,7 @@ class HandAveraging:
     def carries(self, operation: str, given: Any) -> None:
         """Note the tensors of a collective; what is broadcast is not averaged: a checkpoint may be."""
         optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None or self._known or self._state.wrappers or operation == "broadcast":
+        if optimizer is None or self._state.averages or self._state.wrappers or operation == "broadcast":
             return
         self._wanted = self._wanted or [p.shape for p in internals.params(optimizer) if p.requires_grad]
         tensors = given if isinstance(given, list | tuple) else (given,)
@@ -54,7 +53,5 @@ class HandAveraging:
         self._optimizer, number = None, sum([shape.numel() for shape in self._wanted])
         flat = number >= _LEAST and any([shape.numel() == number for shape in self._carried])
         each = len(self._wanted) > 1 and Counter(self._wanted) <= Counter(self._carried)
-        if flat or each:
-            self._known = True
-            self._bus.emit(Averaged())
+        self._state.averages |= flat or each
         self._forget()

@@ -122,7 +122,6 @@ class Recorder:
         self._started: list[float] = []  # of the forwards and backwards that run
         self._adding = Adding()
         self._shares = 1  # losses that are given to backward are so many parts of one
-        self._averaged = False  # a ModelAverager was used: replicas differ on purpose in between
         self._by_optimizer: dict[int, OptimizerWatch] = {}
         self._copies = ModelCopies(bus, state, self._entries.built)
         self._on_copy = False  # the step that runs is one of a copy of the model
@@ -173,7 +172,7 @@ class Recorder:
             wrapper.cut()
 
     def _averages(self, _: events.Averaged) -> None:
-        self._averaged = True
+        self._state.averages = True
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -451,7 +450,7 @@ class Recorder:
             watch.sharding = run("probe:sharding", self._look_at_meshes, watch)
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         flags |= Flag.SHARDED if watch.sharding is not None else Flag(0)
-        flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._averaged else Flag(0))
+        flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._state.averages else Flag(0))
         record = StepRecord(
             watch.index,
             watch.step,

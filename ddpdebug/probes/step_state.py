@@ -83,6 +83,7 @@ class StepState:
         self.wrappers: list[Wrapper] = []  # the DDPs
         self.watches: list[OptimizerWatch] = []
         self.messages = -1  # the newest step in which this rank has sent to one other rank, or received from one
+        self.averages = False  # parameters are averaged now and then: replicas differ on purpose in between
         self.by_hand = False  # the script updates its parameters without any optimizer of torch's
         self._unwrapped: list[weakref.ref[torch.nn.Module]] = []
 
