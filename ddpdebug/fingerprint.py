@@ -140,13 +140,26 @@ def row_fingerprints(tensor: Tensor, row_bytes: int, most: int) -> list[int]:
     Empty if the tensor lies elsewhere or does not consist of whole rows. No operation of torch is called.
     """
     size = tensor.nbytes if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is _STRIDED else 0
-    if not 0 < row_bytes <= size or size % row_bytes or not tensor.is_contiguous():
+    if not 0 < row_bytes <= size or size % row_bytes:
         return []
-    if tensor.is_conj() or tensor.is_neg() or size + tensor.storage_offset() * tensor.itemsize > _storage_bytes(tensor):
+    number, apart = size // row_bytes, row_bytes if tensor.is_contiguous() else _rows_apart(tensor, row_bytes)
+    end = tensor.storage_offset() * tensor.itemsize + (number - 1) * apart + row_bytes
+    if not apart or tensor.is_conj() or tensor.is_neg() or end > _storage_bytes(tensor):
         return []
-    address, number, kind = tensor.data_ptr(), size // row_bytes, _memory_type(row_bytes)
+    address, kind = tensor.data_ptr(), _memory_type(row_bytes)
     places = range(0, number, max(1, -(-number // most)))
-    return [xxh3_64_intdigest(kind.from_address(address + i * row_bytes)) for i in places] if address else []
+    return [xxh3_64_intdigest(kind.from_address(address + i * apart)) for i in places] if address else []
+
+
+def _rows_apart(tensor: Tensor, row_bytes: int) -> int:
+    """Return the bytes from one row to the next where each lies in one piece, as in `tokens[:, :-1]`; else 0."""
+    (first, *sizes), (apart, *strides) = tensor.shape, tensor.stride()
+    piece = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != piece:
+            return 0
+        piece *= size
+    return apart * tensor.itemsize if first * row_bytes == tensor.nbytes and apart > 0 else 0
 
 
 def sampled_fingerprint(tensor: Tensor, limit_bytes: int = 1 << 20) -> tuple[int, bool]:

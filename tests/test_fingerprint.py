@@ -363,3 +363,14 @@ def test_a_glance_at_a_large_tensor_sees_dense_changes() -> None:
     tensors = [large, large * 2, large + 1, first, last, large.flip(0)]
     assert len({fp.glance(tensor) for tensor in tensors}) == len(tensors)
     assert fp.glance(large) == fp.glance(large.clone())
+
+
+def test_rows_that_each_lie_in_one_piece_are_told_without_a_copy() -> None:
+    """A slice of columns has the fingerprints of its copy; what lies scattered, or is one row again and again, none."""
+    whole = torch.arange(96, dtype=torch.int64).reshape(8, 12)
+    for part in (whole[:, :-1], whole[:, 3:7], whole[2:5, :-1], whole.reshape(8, 3, 4)[:, 1:]):
+        row = part.nbytes // len(part)
+        assert not part.is_contiguous()
+        assert fp.row_fingerprints(part, row, 64) == fp.row_fingerprints(part.contiguous(), row, 64) != []
+    for part in (whole.T, whole[:, ::2], whole[:1].expand(8, 12), whole.reshape(8, 3, 4)[:, :, 1:]):
+        assert fp.row_fingerprints(part, part.nbytes // len(part), 64) == []

@@ -398,7 +398,8 @@ class Tally:
             known["gradients"] = True
         if parameters >= least > 1:
             apart = step.all(Flag.NO_DDP) and any(name in step.differing for name in _COMPARED)
-            known["own"] = apart and known.get("own", True)
+            averaged = step.any(Flag.LOCAL_ONLY) and step.agrees("params_before_digest")
+            known["own"] = apart and not averaged and known.get("own", True)
         if max(parameters, gradients) >= least:
             known["compared"] = max(parameters, gradients)
             known["since"] = number if known["since"] is None else min(known["since"], number)

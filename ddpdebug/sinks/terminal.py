@@ -386,7 +386,7 @@ class Summary:
         else:
             items.append(f"the ranks agreed in all {self.compared} that were compared")
         if self.local:
-            items.append("replicas that are averaged now and then are compared only there")
+            items.append("replicas that may differ, between averages or after a Join, are not compared there")
         elif self.sharded and self.compared and not self.last_states:
             items.append("sharded parameters have no replicas to compare")
         elif world > 1 and self.compared and not self.last.items() <= self.last_states:

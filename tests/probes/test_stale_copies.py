@@ -54,6 +54,20 @@ def test_a_copy_that_nothing_changes(steps: list[int], told: list[int]) -> None:
     assert evaluate(copy.deepcopy(model).eval(), model, steps, told_by=40) == told
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_reference_whose_samples_are_trained_on_takes_part(trains: bool) -> None:
+    """A rollout's samples go through the reference once, and through the policy for several steps; some at a time."""
+    model = nn.Embedding(20, 2)
+    reference, copies = copy.deepcopy(model).eval(), StaleCopies(3)
+    for step in range(10, 50, 4):
+        tokens = torch.randint(0, 20, (32, 9))
+        copies.ran(reference, step, [weakref.ref(model)], lambda tokens=tokens: [tokens[:, :-1]])
+        other = tokens if trains else torch.randint(0, 20, (32, 9))
+        copies.trains(lambda other=other: [other[8:16, :-1]])
+    assert not [*copies.at_end()]
+    assert (copies._copies[id(reference)].values is None) is trains
+
+
 def test_copies_that_change_and_other_models() -> None:
     """An average that follows, the model itself, one in train mode, and one of other shapes."""
     model = nn.Linear(3, 2)

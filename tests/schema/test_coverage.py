@@ -36,6 +36,15 @@ def _seen(*steps: Step, world: int = 2, **more: Any) -> Coverage:
     return tally.coverage(more.pop("ranks", None), **{"certain": True, **more})
 
 
+def test_replicas_that_agree_after_an_average_are_not_each_ranks_own() -> None:
+    """Between averages they differ, and that is no reason to advise a wrapper."""
+    apart = [_step(number, own=True) for number in range(2)]
+    rows = {rank: row._replace(flags=row.flags | Flag.LOCAL_ONLY) for rank, row in _step(2).rows.items()}
+    averaged = Step(step=2, optimizer=0, world=2, rows=rows)
+    assert _seen(*apart, ended=True).own
+    assert not _seen(*apart, averaged, _step(3, own=True), ended=True).own
+
+
 def _rank(**values: Any) -> dict[int, RankCoverage]:
     return {0: RankCoverage(**values)}
 

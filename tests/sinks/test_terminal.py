@@ -352,7 +352,9 @@ def test_the_last_line_takes_back_what_averaging_explains() -> None:
     apart = [judged(i, 5, 6, flags=Flag.UNSYNCED_BACKWARD) for i in range(4)]
     assert "disagreed in 4 of the 4 that" in summary(*apart)
     meant = judged(4, 5, 6, flags=Flag.UNSYNCED_BACKWARD | Flag.LOCAL_ONLY)
-    assert "replicas that are averaged now and then are compared only there" in summary(*apart, meant)
+    assert "replicas that may differ, between averages or after a Join, are not compared there" in summary(
+        *apart, meant
+    )
     assert "disagreed" not in summary(*apart, meant)
 
 

@@ -130,8 +130,16 @@ class Axes:
         return LossBroadcast(loss="", layer=layers[0][0], prediction=layers[0][1])
 
 
+def sample_rows(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return fingerprints of the rows of the first tensor that has some that are hardly equal by chance."""
+    for tensor in with_rows(tensors):
+        if tensor.nbytes // len(tensor) >= _ROW_BYTES:
+            return row_fingerprints(tensor, tensor.nbytes // len(tensor), _ROWS)
+    return []
+
+
 def _rows(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return fingerprints of the rows of the first tensor that has some that can be told apart."""
+    """Return fingerprints of the rows of the first tensor of floats that has some that can be told apart."""
     for tensor in with_rows(tensors):
         if tensor.is_floating_point() and tensor.nbytes // len(tensor) >= _ROW_BYTES:
             return row_fingerprints(tensor, tensor.nbytes // len(tensor), _ROWS)

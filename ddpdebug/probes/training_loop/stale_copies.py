@@ -7,7 +7,7 @@ Values are compared in host memory only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.probes.async_copy import glances
+from ddpdebug.probes.training_loop.samples import sample_rows
 from ddpdebug.schema.announcements import TrainModeValidation
 
 #: Evaluations after which a copy that has not changed is told; at the end of the run the least that show it.
@@ -34,6 +35,7 @@ class _Copy:
     evaluations: int = 1
     places: Sequence[int] = ()  # of these parameters
     is_new: bool = False  # it says itself that it was never updated
+    rows: frozenset[int] = frozenset()  # fingerprints of the samples that it was given last
 
 
 class StaleCopies:
@@ -54,21 +56,37 @@ class StaleCopies:
         """Return whether this step's forwards must be observed: a new copy in them would be a part of the steps."""
         return any([copy.values is not None and step - copy.first <= 1 for copy in self._copies.values()])
 
-    def ran(self, module: nn.Module, step: int, roots: Sequence[weakref.ref[nn.Module]]) -> TrainModeValidation | None:
-        """Examine a model that has run; return the announcement that is due, if any."""
+    def ran(
+        self,
+        module: nn.Module,
+        step: int,
+        roots: Sequence[weakref.ref[nn.Module]],
+        tensors: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> TrainModeValidation | None:
+        """Examine a model that has run on some tensors; return the announcement that is due, if any."""
         if internals.in_train_mode(module):
             return None
         known = self._copies.get(id(module))
         if known is None or known.module() is not module:
             self._add(module, step, roots)
+            if (new := self._copies.get(id(module))) is not None and new.values is not None:
+                new.rows = frozenset(sample_rows(tensors()))
             return None
         if known.values is None or known.newest == step:
             return None
         if step - known.newest < self._apart or _values(module, known.places) != known.values:
             known.values = None
             return None
-        known.newest, known.evaluations = step, known.evaluations + 1
+        known.newest, known.evaluations, known.rows = step, known.evaluations + 1, frozenset(sample_rows(tensors()))
         return _said(known) if known.evaluations == _ENOUGH else None
+
+    def trains(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Note what is trained on: a copy that was given the same before takes part, as the reference of a rollout."""
+        waiting = [copy for copy in self._copies.values() if copy.rows and copy.values is not None]
+        rows = {*sample_rows(tensors())} if waiting else set()
+        for copy in waiting:
+            if not rows.isdisjoint(copy.rows):
+                copy.values = None
 
     def takes_part(self, module: nn.Module) -> None:
         """Note that a model has run with gradients, as a part of a loss."""

@@ -161,6 +161,7 @@ class Evaluations:
         if torch.is_grad_enabled():
             self._trains()
             self._known.trains(event.tensors)
+            self._copies.trains(event.tensors)
         elif not self._hook.is_on and not internals.in_train_mode(internals.unwrap_compiled(event.ddp.module)):
             self._forwards += 1
 
@@ -169,7 +170,8 @@ class Evaluations:
         self._read_newest()
         if torch.is_grad_enabled():
             self._trains()
-            self._known.trains(lambda: list(tensors_in((event.args, event.kwargs))))
+            for trained in (self._known, self._copies):
+                trained.trains(lambda: list(tensors_in((event.args, event.kwargs))))
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
@@ -199,7 +201,7 @@ class Evaluations:
             self._model_ran(module, args, output)
         elif self._source == "modules" and issubclass(type(module), internals.LOSS_MODULES):
             self.look(output, f"by {_name(module)}")
-        elif said := self._copies.ran(module, self._state.next_step(), self._roots):
+        elif said := self._copies.ran(module, self._state.next_step(), self._roots, lambda: list(tensors_in(args))):
             self._tell(said)
 
     def _model_ran(self, model: nn.Module, args: Any, output: Any) -> None:
