@@ -6,6 +6,7 @@ from ddpdebug.detectors.examples import steps
 from ddpdebug.detectors.hang.common import HangRule
 from ddpdebug.detectors.kinds import Examples, Facts, Fields, Severity
 from ddpdebug.schema.announcements import Hang
+from ddpdebug.schema.progress import REDUCTIONS
 
 _OTHER_CALL = {
     "kind": "mismatch",
@@ -16,6 +17,16 @@ _OTHER_CALL = {
     "difference": "operation",
     "waits": {"0": "all_reduce #6", "1": "broadcast #6"},
     "waited": 3.0,
+}
+#: Of calls of the script's own that differ in the shape alone.
+_SIZES: Fields = {
+    "causes": (
+        "a tensor has other sizes on some ranks: the last batch of an epoch, a mask, samples that were left out",
+    ),
+    "actions": (
+        "make the sizes equal: `drop_last=True`, or pad to the largest and cut what was gathered",
+        "gather the sizes first; for what is no tensor of one size use `all_gather_object`",
+    ),
 }
 
 
@@ -73,4 +84,6 @@ class CollectiveMismatch(HangRule):
         if fact.difference == "unknown":
             title = "a collective does not end though all ranks are in it"
             fields |= {"severity": Severity.WARNING, "title": title}
+        elif fact.difference == "shape" and not any(REDUCTIONS in side for side in fact.sides.values()):
+            fields |= _SIZES
         return fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -36,6 +37,8 @@ class ParameterNotReduced(GradientRule):
       optimizer, but that was never wrapped
     - `not averaged by hand`: gradients are averaged by hand, by a list or a test of names that
       leaves some out
+    - `tensor parallel`: the ranks hold parts of the layers behind these parameters, and the gradient of what goes into
+      such a layer is not summed over the ranks in backward: each rank has a part of it
     - `added`, `replaced`: a head, an adapter or a parametrisation (weight norm) added or swapped after wrapping
     - `retyped`: `model.double().float()`, `.to(dtype)` or a device move after wrapping
     - `unfrozen`: `requires_grad_(True)` after wrapping: gradual unfreezing, a backbone released after warm-up
@@ -43,6 +46,8 @@ class ParameterNotReduced(GradientRule):
     Remedy:
     - `never-wrapped`: wrap every module that has trainable parameters, or put them into the one that is wrapped
     - `not averaged by hand`: average these as well: `dist.all_reduce(p.grad); p.grad /= world`
+    - `tensor parallel`: put a function before each layer that is split by columns whose forward returns its input, and
+      whose backward all-reduces the gradient (the sum, not the mean)
     - `unfrozen`: keep the parameters trainable at wrap time and freeze by `lr=0`, or wrap again
     - make all changes first and wrap last; wrap anew (`DistributedDataParallel(module)`) after every such change
     """
@@ -50,7 +55,8 @@ class ParameterNotReduced(GradientRule):
     code = "SYNC203"
     title = "a trained parameter is not reduced by any DDP"
     titles: ClassVar[Mapping[str, str]] = {
-        "not averaged by hand": "a trained parameter is left out where gradients are averaged by hand"
+        "not averaged by hand": "a trained parameter is left out where gradients are averaged by hand",
+        "tensor parallel": "a parameter that all ranks hold gets a part of its gradient on each rank",
     }
     after = NoSynchronisation
     fires_on = Examples(
@@ -95,11 +101,20 @@ class ParameterNotReduced(GradientRule):
             return None
         found = [name for name in names if name in reasons]
         by_hand = not any(told.ddp for told in step.answers(Contract).values()) and averaged(step)
+        # ranks that hold parts of one model have the same loss; those that average get batches of their own
+        losses = step.columns["loss"]
+        together = by_hand and math.isfinite(losses[0]) and len({*losses}) == 1
         which = sorted(set(reasons.values()))
         return Verdict(
             ranks=odd_ranks(step),
             subject=tuple(found),
-            phase="not averaged by hand" if by_hand else which[0] if len(which) == 1 else None,
+            phase="tensor parallel"
+            if together
+            else "not averaged by hand"
+            if by_hand
+            else which[0]
+            if len(which) == 1
+            else None,
             evidence={
                 "which": {name: reasons[name] for name in found[:MAX_NAMES]},
                 "also_differing": len(names) - len(found),
