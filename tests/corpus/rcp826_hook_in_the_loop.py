@@ -1,5 +1,5 @@
 # title: A hook that halves a layer's gradient is registered in each step: after n steps the gradient is halved n times
-# source: https://discuss.pytorch.org/t/how-to-remove-multiple-forward-hooks/19708
+# source: https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
 # nproc: 2
 # expect.codes: RCP826
 # expect.ranks: any
