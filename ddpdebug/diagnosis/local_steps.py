@@ -56,7 +56,8 @@ class LocalSteps:
         """Take the next step into account; return whether it shows that what was taken for a mistake is local SGD."""
         known = self._replicas.get(step.optimizer)
         before = None if known is None else known.kind
-        if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED} and step.any(Flag.LOCAL_ONLY):
+        averaged = step.any(Flag.LOCAL_ONLY) and step.all(Flag.NO_DDP)  # with a DDP it may come of a Join
+        if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED} and averaged:
             known.kind = _Kind.LOCAL
         if len(step.rows) > 1 and not step.any(_DECLARED):
             if known is None:

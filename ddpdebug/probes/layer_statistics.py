@@ -351,7 +351,7 @@ class Layers:
             rate = rates.get(id(parameter))
             fact: dict[str, Any] = {"numel": parameter.numel(), "block": block.numel(), "dim": parameter.dim()}
             fact["lr"] = float(rate) if isinstance(rate, int | float) else None
-            fact["given"] = parameter.grad is not None or not watch.has_gradients  # what was taken away moves nothing
+            fact["given"] = parameter.grad is not None  # what was taken away moves nothing
             notes.names.append(name)
             notes.facts.append(fact)
             self._blocks.append(block)
