@@ -122,4 +122,6 @@ def _with_flags(step: Step, change: Callable[[int], int]) -> Step:
 
 
 def _is_apart(step: Step, replicas: _Replicas) -> bool:
-    return step.all(Flag.UNSYNCED_BACKWARD) or (replicas.alike and step.all(Flag.NO_DDP))
+    if step.all(Flag.NO_DDP):  # who sat the first rounds out begins with other parameters, and averages no gradients
+        return replicas.alike or (not step.agrees("foreign_grads_digest") and step.agrees("hyper_digest"))
+    return step.all(Flag.UNSYNCED_BACKWARD)
