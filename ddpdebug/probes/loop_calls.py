@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,6 +63,7 @@ class Losses(Part, key="probe:losses"):
     divisors: list[float | None] = field(default_factory=list)  # by which the script has divided each at last
     #: which part of all labels that it was divided by the sum of each is over, where it is one
     label_shares: list[Callable[[], float] | None] = field(default_factory=list)
+    kind: int = 0  # of the first of them
     validation: list[Callable[[], float]] = field(default_factory=list)
     seen: bool = False  # the validation losses: nobody has told them
     scale: Callable[[], float] | None = None
@@ -97,6 +99,7 @@ class Losses(Part, key="probe:losses"):
         if self.scale is not None:
             found["loss_scale"] = self.scale()
         if losses := [read() for read in self.given]:
+            found["loss_kind"] = self.kind
             whole = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
             found["loss"] = whole if self._add_up() else whole / len(losses) * self.shares
             found["flags"] |= 0 if math.isfinite(found["loss"]) else int(Flag.LOSS_NONFINITE)
@@ -105,6 +108,15 @@ class Losses(Part, key="probe:losses"):
         if self.validation:
             found["val_loss"] = math.fsum(read() for read in self.validation) / len(self.validation)
         return found
+
+
+def kind_of(loss: torch.Tensor) -> int:
+    """Return a number of the newest operations that a loss is made of: losses of several kinds may train in turn."""
+    node = loss.grad_fn
+    if node is None:
+        return 0
+    names = [node.name(), *[before.name() for before, _ in node.next_functions if before is not None]]
+    return zlib.crc32(",".join(names).encode())
 
 
 class Clipping(NamedTuple):

@@ -25,7 +25,7 @@ from ddpdebug.probes.async_copy import LaterOne, sampled as sample_later
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.gradient_hooks import GradientHooks
 from ddpdebug.probes.loaders import RECORD_BYTES, Deliveries
-from ddpdebug.probes.loop_calls import Adding, LoopCalls, Losses, StepCalls
+from ddpdebug.probes.loop_calls import Adding, LoopCalls, Losses, StepCalls, kind_of
 from ddpdebug.probes.model_copies import ModelCopies
 from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
@@ -281,6 +281,8 @@ class Recorder:
             scale = self._calls.take_scale()
             read = loss_reader(roots[0].detach(), scale)
             losses = state.since.parts[Losses]
+            if not losses.given:
+                losses.kind = self._guard.run("probe:losses", kind_of, roots[0]) or 0
             losses.given.append(read)
             losses.factor = losses.factor if scale is None else self._calls.last_loss_scale
             losses.divisors.append(self._guard.run("probe:losses", divisor, roots[0], by_scaler=scale is not None))

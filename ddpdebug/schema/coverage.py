@@ -271,7 +271,7 @@ class Coverage:
 
     def _parameter_gaps(self) -> Iterator[Gap]:
         if self.own and self.ended:  # until then one may still be averaged now and then
-            text = "each rank trains parameters of its own, which are not compared"
+            text = "the ranks' parameters differed in each step, with no DDP that averages them: they are not compared"
             yield Gap(part="parameters", weight=Weight.ESSENTIAL, text=text, action=_OWN)
         if self.sharding and self.world > 1:
             yield Gap(part="parameters", weight=Weight.NOTE, text=self.sharding)
@@ -358,7 +358,7 @@ class Coverage:
 
 _TELL_VALIDATION = "ddpdebug.observe(val_loss=...), an nn loss module or --validation-loss functions shows it"
 _SEEN = ("gradients", "losses", "validated", "own", "certain", "ended")
-_OWN = "where a part is the same on all ranks, wrap it in DDP: then it is compared"
+_OWN = "where a part must be equal on all ranks in each step, wrap it in DDP: then it is compared"
 _NEVER_MET = "start every rank with ddpdebug, and let the nodes reach each other's ports"
 _PARTED = "see how the other ranks have ended, or what has cut the network between the nodes"
 
@@ -397,7 +397,8 @@ class Tally:
         if gradients >= least:
             known["gradients"] = True
         if parameters >= least > 1:
-            apart = step.all(Flag.NO_DDP) and any(name in step.differing for name in _COMPARED)
+            loose = step.all(Flag.NO_DDP) or step.any(Flag.LOCAL_ONLY | Flag.IN_JOIN)
+            apart = loose and any(name in step.differing for name in _COMPARED)
             averaged = step.any(Flag.LOCAL_ONLY) and step.agrees("params_before_digest")
             known["own"] = apart and not averaged and known.get("own", True)
         if max(parameters, gradients) >= least:

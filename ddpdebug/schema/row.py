@@ -121,6 +121,7 @@ class Row(NamedTuple):
     buffers_digest: Digest = Digest(0)  # right after DDP's broadcast at the start of forward
     replicas_digest: Digest = Digest(0)  # watched copies outside DDP (EMA, teacher)
     # numbers
+    loss_kind: int = 0  # what the first loss of the step is made of; 0 where that is not known
     loss: float = float("nan")  # mean over the micro-batches, unscaled; their sum where each is only a part
     lr: float = float("nan")  # of the first group
     loss_scale: float = float("nan")

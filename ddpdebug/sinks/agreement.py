@@ -1,7 +1,7 @@
 """Agreement between the ranks in one step, by a vote over digests: for the terminal's summary and for metrics.
 
 Facts, not verdicts: whether a difference is a mistake is for the detectors. Differences that a rank's own state
-declares as intended (sharded state, local SGD, Join) do not count.
+declares as intended (sharded state, local SGD, Join) do not count; that the ranks agree nevertheless does.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ def _dissenters(step: Step) -> dict[str, frozenset[int]]:
     if len(step.rows) < 2:
         return found
     for what, names in COMPARED.items():
-        if what in _INTENDED and step.any(_INTENDED[what]):
-            continue
-        for name in names:
+        intended = what in _INTENDED and step.any(_INTENDED[what])
+        for name in names[:1] if intended else names:  # of averaged ones, those before the step
             if name in step.differing:
-                found[what] = found.get(what, frozenset()) | {*step.minority(name)}
+                found |= {} if intended else {what: found.get(what, frozenset()) | {*step.minority(name)}}
             elif sum(map(bool, step.columns[name])) > 1:
                 found.setdefault(what, frozenset())
-        for shown in step.replicas(_OF_CLASSES[what]).values() if what in _OF_CLASSES else ():
+        for shown in step.replicas(_OF_CLASSES[what]).values() if what in _OF_CLASSES and not intended else ():
             if len(shown) > 1:
                 found[what] = found.get(what, frozenset()) | {*outvoted(shown)}
     return found

@@ -324,7 +324,8 @@ class Summary:
             self.disagreed += 1
             self._parted[record.step.optimizer] = record.step.step
         if record.step.any(Flag.LOCAL_ONLY):
-            self.disagreed, self._apart, self.local = self.disagreed - self._apart, 0, True
+            self.disagreed, self._apart = self.disagreed - self._apart, 0
+            self.local |= "parameters" not in outvoted
         elif record.step.all(Flag.UNSYNCED_BACKWARD) or record.step.all(Flag.NO_DDP):
             self._apart += parted
         self.overhead, self.lately = record.overhead_of_run, record.overhead_ratio

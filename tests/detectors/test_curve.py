@@ -91,6 +91,26 @@ def test_shapes_with_a_validation_loss(
     assert 0 <= shape.since < shape.until <= 119
 
 
+def test_losses_of_one_kind_are_followed() -> None:
+    """Another loss that comes in turn is not; one that takes over is, as a curve that begins with it."""
+    rule = LossOscillates()
+    for step in losses(40, lambda i: 9.0 if i % 4 == 3 else 1.0, loss_kind=lambda i: 5 if i % 4 == 3 else 6):
+        assert not [*rule.detect(step)]
+    assert [*rule.series[0].losses] == [1.0] * 30
+    for step in losses(20, lambda i: 7.0, loss_kind=7):
+        assert not [*rule.detect(step)]
+    assert [*rule.series[0].losses] == [7.0] * 19  # at the second it has been absent three times, and once at most before
+
+
+def test_a_validation_loss_that_comes_with_another_loss_is_kept() -> None:
+    """It is judged in the next step of the kind that is followed."""
+    rule = Overfitting()
+    told = {"val_loss": lambda i: 2.0 if i == 7 else math.nan, "loss_kind": lambda i: 1 + (i % 4 == 3)}
+    for step in losses(10, lambda i: 1.0, **told):
+        assert not [*rule.detect(step)]
+    assert [(found.step, found.validation) for found in rule.history[0]] == [(8, 2.0)]
+
+
 def test_overfitting_is_not_forever() -> None:
     """A validation loss that rises and falls late is overfitting for a time, and then delayed generalisation."""
     diagnosis, rule = Diagnosis(world=2), Overfitting()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from ddpdebug.probes.loop_calls import kind_of
 from ddpdebug.probes.training_loop.loss_graph import terms
 from ddpdebug.probes.training_loop.loss_scale import LossScale, Reduced
 from ddpdebug.schema.details import Accumulation
@@ -95,3 +96,11 @@ def test_a_loss_that_is_given_to_backward_twice() -> None:
     assert not scale.twice
     scale.note(terms(loss + other, by_scaler=False), loss + other, by_scaler=False)
     assert scale.twice
+
+
+def test_losses_of_other_operations_are_of_other_kinds() -> None:
+    """Whatever their values are; one without a graph is of none."""
+    x = torch.randn(6, 3, requires_grad=True)
+    kinds = [kind_of(loss(x * factor, 1)) for loss in (mean, masked) for factor in (1, 2)]
+    assert kinds[0] == kinds[1] != kinds[2] == kinds[3]
+    assert kind_of(torch.ones(())) == 0

@@ -45,6 +45,12 @@ def test_replicas_that_agree_after_an_average_are_not_each_ranks_own() -> None:
     assert not _seen(*apart, averaged, _step(3, own=True), ended=True).own
 
 
+def test_steps_that_do_not_pair_after_a_join_are_not_compared() -> None:
+    """With a DDP too: that no step agreed is said."""
+    rows = {rank: row._replace(flags=Flag.LOCAL_ONLY | Flag.CHECKED) for rank, row in _step(0, own=True).rows.items()}
+    assert _seen(Step(step=0, optimizer=0, world=2, rows=rows), ended=True).own
+
+
 def _rank(**values: Any) -> dict[int, RankCoverage]:
     return {0: RankCoverage(**values)}
 
@@ -102,7 +108,7 @@ CASES = {
     "own": (
         _seen(_step(0, own=True), _step(1, own=True), ended=True),
         "parameters",
-        "each rank trains parameters of its own, which are not compared",
+        "the ranks' parameters differed in each step, with no DDP that averages them: they are not compared",
     ),
 }
 

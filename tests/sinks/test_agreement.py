@@ -45,6 +45,15 @@ def test_declared_differences_do_not_count() -> None:
     assert dissenters(step(*rows)) == {"hyperparameters": set()}
 
 
+def test_agreement_counts_where_a_difference_would_not() -> None:
+    """Of replicas that are averaged now and then, those before the step."""
+    rows = [
+        Row(rank=i, flags=Flag.LOCAL_ONLY, params_before_digest=Digest(4), params_after_digest=Digest(i + 1))
+        for i in range(2)
+    ]
+    assert dissenters(step(*rows)) == {"parameters": set()}
+
+
 @pytest.mark.parametrize(
     ("values", "blamed", "undecided"),
     [

@@ -143,8 +143,24 @@ class CurveRule(Detector):
         return Series(restart=self.rate_restart, block=int(self.level_steps))
 
 
+@dataclass(slots=True)
+class _Kind:
+    """The kind of losses of an optimizer that is followed, where several train in turn (a lazy regularisation)."""
+
+    number: int
+    absent: int = 0  # steps since the newest one
+    longest: int = 1  # that the followed one was absent, also before another one has become it
+
+
+class Followed(NamedTuple):
+    """Whether a step's loss is of the kind that is followed, and whether that begins with it."""
+
+    loss: bool
+    anew: bool
+
+
 class LossRule(CurveRule):
-    """A rule that reads the losses of each optimizer."""
+    """A rule that reads the losses of each optimizer, those of one kind."""
 
     topics: ClassVar[tuple[str, ...]] = ("alone",)
     reads = ("loss",)
@@ -154,6 +170,7 @@ class LossRule(CurveRule):
         self.source = ValidationSource()
         self.told: set[tuple[int, str]] = set()
         self.history: dict[int, list[Evaluation]] = {}  # for the rules that take it in
+        self._validation: dict[int, float] = {}  # optimizer -> the newest loss that is not in it
 
     @property
     def series(self) -> dict[int, Series]:
@@ -166,17 +183,19 @@ class LossRule(CurveRule):
 
     def detect(self, step: Step) -> Findings:
         series = self._followed(step)
+        if (value := self.source.value(step)) is not None:
+            self._validation[step.optimizer] = value
         if series is not None:
             yield from self.judge(step, series)
 
     def _followed(self, step: Step) -> Series | None:
-        """Add a step, once for all rules; return the series, None where the step has no loss."""
+        """Add a step, once for all rules; return the series, None where the step has no such loss."""
         newest, series = self.shared.get("loss", (None, None))
         if newest is not step:
-            series, loss = None, loss_of(step)
-            if loss is not None:
-                series = self.series.get(step.optimizer) or self.new_series()
-                self.series[step.optimizer] = series
+            series, loss, known = None, loss_of(step), followed(step, self.shared)
+            if loss is not None and known.loss:
+                series = None if known.anew else self.series.get(step.optimizer)
+                series = self.series[step.optimizer] = series or self.new_series()
                 series.add(step.step, loss, next(iter(step.rows.values())).lr)
             self.shared["loss"] = step, series
         found: Series | None = series
@@ -188,7 +207,7 @@ class LossRule(CurveRule):
 
     def evaluated(self, step: Step, series: Series) -> bool:
         """Add the validation loss of a step; return whether there is one."""
-        value = self.source.value(step)
+        value = self._validation.pop(step.optimizer, None)
         if value is None:
             return False
         if self.source.renewed():
@@ -231,6 +250,31 @@ class ValidationRule(LossRule):
     def evaluate(self, step: Step, series: Series, history: list[Evaluation]) -> Findings:
         """Judge the evaluations so far."""
         yield from ()
+
+
+def followed(step: Step, shared: dict[str, Any]) -> Followed:
+    """Return whether the loss of a step is of the kind that the rules of a run follow for its optimizer.
+
+    That is the first kind, until it has been absent for more than twice as long as ever before.
+
+    Args:
+        shared: what the rules share.
+    """
+    newest, found = shared.get("followed", (None, None))
+    if newest is not step:
+        kinds: dict[int, _Kind] = shared.setdefault("kinds of losses", {})
+        number, known = next(iter(step.rows.values())).loss_kind, kinds.get(step.optimizer)
+        if known is None:
+            known = kinds[step.optimizer] = _Kind(number)
+        absent = known.absent + (number != known.number)
+        if anew := absent > 2 * known.longest:
+            known.number = number
+        if number == known.number:
+            known.longest, absent = max(known.longest, absent), 0
+        known.absent = absent
+        shared["followed"] = step, (found := Followed(number == known.number, anew))
+    answer: Followed = found
+    return answer
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

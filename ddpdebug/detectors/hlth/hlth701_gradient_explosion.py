@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from itertools import pairwise
 
-from ddpdebug.detectors.hlth.curve import losses, sample_noise
+from ddpdebug.detectors.hlth.curve import followed, losses, sample_noise
 from ddpdebug.detectors.kinds import Detector, Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.schema.row import Flag
 
@@ -83,6 +83,9 @@ class GradientExplosion(Detector):
         lambda: losses(
             60, lambda i: 1.0, grad_norm=lambda i: 90.0 if i == 40 else 1.0 + 0.5 * sample_noise(i)
         ),  # one batch
+        lambda: losses(
+            60, lambda i: 1.0, grad_norm=lambda i: 1.0 if i % 5 < 2 else 90.0, loss_kind=lambda i: 1 + (i % 5 < 2)
+        ),  # another loss in three of five steps
         lambda: losses(60, lambda i: 1.0, grad_norm=lambda i: 1.0 + 0.1 * i),  # grows slowly
         lambda: losses(60, lambda i: 1.0, grad_norm=lambda i: math.exp(2 * sample_noise(i))),  # heavy tails
         lambda: losses(
@@ -102,8 +105,10 @@ class GradientExplosion(Detector):
         return False
 
     def detect(self, step: Step) -> Findings:
-        norm = _norm(step)
-        if norm is None:
+        norm, kind = _norm(step), followed(step, self.shared)
+        if kind.anew:
+            self._norms.pop(step.optimizer, None)
+        if norm is None or not kind.loss:
             return
         past = self._norms.setdefault(step.optimizer, deque(maxlen=_KEPT))
         losses = [row.loss for row in step.rows.values()]
