@@ -99,7 +99,8 @@ def test_losses_of_one_kind_are_followed() -> None:
     assert [*rule.series[0].losses] == [1.0] * 30
     for step in losses(20, lambda i: 7.0, loss_kind=7):
         assert not [*rule.detect(step)]
-    assert [*rule.series[0].losses] == [7.0] * 19  # at the second it has been absent three times, and once at most before
+    # The second is absent once at most before, so that another kind is followed after three absences.
+    assert [*rule.series[0].losses] == [7.0] * 19
 
 
 def test_a_validation_loss_that_comes_with_another_loss_is_kept() -> None:
