@@ -115,7 +115,8 @@ def kind_of(loss: torch.Tensor) -> int:
     node = loss.grad_fn
     if node is None:
         return 0
-    names = [node.name(), *[before.name() for before, _ in node.next_functions if before is not None]]
+    below = [before for before, _ in node.next_functions if before is not None]
+    names = [internals.name_of(each) for each in (node, *below)]
     return zlib.crc32(",".join(names).encode())
 
 
