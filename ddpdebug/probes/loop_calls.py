@@ -23,6 +23,7 @@ from ddpdebug.schema import announcements
 from ddpdebug.schema.announcements import Announce
 from ddpdebug.schema.details import Clip, Load
 from ddpdebug.schema.row import Flag
+from ddpdebug.torch_internals import graph
 
 #: Gathers that cut gradients are announced so often; the rest are other call sites of the same mistake.
 _MAX_GATHERS = 3
@@ -116,7 +117,7 @@ def kind_of(loss: torch.Tensor) -> int:
     if node is None:
         return 0
     below = [before for before, _ in node.next_functions if before is not None]
-    names = [internals.name_of(each) for each in (node, *below)]
+    names = [graph.name_of(each) for each in (node, *below)]
     return zlib.crc32(",".join(names).encode())
 
 
