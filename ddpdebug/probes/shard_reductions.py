@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +54,10 @@ class ShardSums(Part, key="probe:shard-gradients"):
     """Sums of the gradients of a step, by the id of the sharded parameter, over all of its backwards."""
 
     terms: list[_Term] = field(default_factory=list)
-    before: dict[int, torch.Tensor | None] = field(default_factory=dict)  # of pieces that were there
+    before: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of pieces, as each backward found them
     places: dict[int, int] = field(default_factory=dict)  # which piece this rank gets, -1 where they have one sum
     copies: dict[int, int] = field(default_factory=dict)  # of what each of them becomes
-    after: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    after: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # and as each left them
     norms: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)  # of `after`, and counts of writes
     scaled: device.LaterFloats = list  # norms of those that the script has written to since, and theirs before
     divided: set[tuple[float, int]] = field(default_factory=set)  # by what the sums are, and over how many ranks
@@ -67,7 +68,8 @@ class ShardSums(Part, key="probe:shard-gradients"):
     def table(self, record: StepRecord) -> dict[str, tuple[PutIn, int, float]]:
         """Return name -> this rank's inputs, the number of its piece, and the sum over the piece; NaN if unknown."""
         found = self.read()
-        if len(found) != sum(1 + len(term.sums) for term in self.terms) + len(self.before) + len(self.after):
+        there = [*self.before.values(), *self.after.values()]
+        if len(found) != sum(1 + len(term.sums) for term in self.terms) + sum(len(sums) for sums in there):
             return {}  # a backward whose end was not seen
         numbers = iter(found)
         own: dict[int, PutIn] = {}
@@ -78,8 +80,8 @@ class ShardSums(Part, key="probe:shard-gradients"):
                 both = zip(sums, known.sums, strict=True)
                 norm, sums = math.hypot(norm, known.norm), tuple([now + before for now, before in both])
             own[term.key] = PutIn(norm, sums)
-        before = {key: next(numbers) for key in self.before}
-        after = {key: next(numbers) - before.get(key, 0.0) for key in self.after}
+        before = {key: sum([next(numbers) for _ in sums]) for key, sums in self.before.items()}
+        after = {key: sum([next(numbers) for _ in sums]) - before.get(key, 0.0) for key, sums in self.after.items()}
         return {
             name: (own[key], self.places[key], after.get(key, math.nan))
             for key, name in zip(record.ids, record.names, strict=True)
@@ -111,7 +113,8 @@ class ShardSums(Part, key="probe:shard-gradients"):
         self.read, self.scaled = lambda: numbers, lambda: scaled
         self.norms.clear()
         self.terms = [term._replace(norm=None, sums=[None] * len(term.sums)) for term in self.terms]
-        self.before, self.after = dict.fromkeys(self.before), dict.fromkeys(self.after)
+        for sums in (*self.before.values(), *self.after.values()):
+            sums[:] = [None] * len(sums)
 
 
 class ShardReductions:
@@ -154,9 +157,9 @@ class ShardReductions:
         with torch.no_grad():
             for parameter, grad, rows in zip(reduction.parameters, reduction.gradients, reduction.rows, strict=True):
                 key = id(parameter)
+                if key not in self._parameters and parameter.grad is not None:
+                    sums.before.setdefault(key, []).append(gradients.sum_of(internals.held_here(parameter.grad)))
                 self._parameters[key] = parameter
-                if key not in sums.places and parameter.grad is not None:
-                    sums.before[key] = gradients.sum_of(internals.held_here(parameter.grad))
                 own = grad.detach() if grad.requires_grad else grad
                 pieces = _pieces(own, rows, reduction.pieces)
                 sums.places[key] = reduction.place if len(pieces) == reduction.pieces else -1
@@ -171,14 +174,14 @@ class ShardReductions:
         with torch.no_grad():
             for key, parameter in self._parameters.items():
                 if parameter.grad is not None:  # an optimizer inside of backward has used it
-                    sums.after[key] = gradients.sum_of(internals.held_here(parameter.grad))
+                    sums.after.setdefault(key, []).append(gradients.sum_of(internals.held_here(parameter.grad)))
             left = [(key, grad) for key, p in self._parameters.items() if (grad := p.grad) is not None]
             norms = gradients.norms_of([internals.held_here(grad) for _, grad in left])
             for (key, grad), norm in zip(left, norms, strict=True):
                 sums.norms[key] = norm, internals.version_of(grad)
         self._parameters.clear()
         of_terms = [scalar for term in sums.terms for scalar in (term.norm, *term.sums)]
-        every = [*of_terms, *sums.before.values(), *sums.after.values()]
+        every = [*of_terms, *chain.from_iterable([*sums.before.values(), *sums.after.values()])]
         sums.read = device.numbers([scalar for scalar in every if scalar is not None])
 
     @staticmethod

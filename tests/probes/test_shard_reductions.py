@@ -30,6 +30,7 @@ def _ranks(
     *,
     micro: int = 1,
     left: float | None = None,
+    cleared: bool = False,
     divisor: float = _RANKS,
     partial: bool = False,
     holders: int = 1,
@@ -55,6 +56,8 @@ def _ranks(
             piece = wrong(rank, grads[one].sum(0)[rows] / divisor)
             parameter.grad = piece if parameter.grad is None else parameter.grad + piece
             bus.emit(BackwardEnded())
+            if cleared:
+                parameter.grad = None
         sharding: Any = SimpleNamespace(holders=(holders,))
         record = StepRecord(
             0, 0, Flag(0), state.since, checked=True, names=("w",), ids=(id(parameter),), sharding=sharding
@@ -73,11 +76,19 @@ def _sums(noted: list[tuple[ShardSums, dict[str, Any]]], slot: int = 2) -> tuple
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"micro": 3}, {"left": 0.0}, {"left": 2.0, "micro": 2}, {"divisor": 1.0}, {"holders": 2}],
+    [
+        {},
+        {"micro": 3},
+        {"left": 0.0},
+        {"left": 2.0, "micro": 2},
+        {"micro": 2, "cleared": True},
+        {"divisor": 1.0},
+        {"holders": 2},
+    ],
     ids=str,
 )
 def test_what_all_put_in_is_what_all_get(monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]) -> None:
-    """Over micro-batches, beside gradients that were there before, divided as the script says, on replicas over tp."""
+    """Over micro-batches, beside gradients of before or cleared in between, divided as told, on replicas over tp."""
     noted = _ranks(monkeypatch, **how)
     local, reduced = _sums(noted)
     assert reduced == pytest.approx(local, rel=1e-4)

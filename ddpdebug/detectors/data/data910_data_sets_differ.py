@@ -306,6 +306,13 @@ class DataSetsDiffer(Detector):
         lambda: _delivered(lambda rank, index: (f"y{index}{rank}", f"x{index}"), exact=False),
         lambda: _delivered(lambda rank, index: ("", f"x{index + rank}")),
         lambda: _facts(rank=1, batch_size=4),
+        # each rank its own records, of which its sampler is the only replica
+        lambda: Facts(
+            topic="loader:0",
+            values={
+                rank: {**_LOADER, "replicas": 1, "attributes": {"dataset.samples": f"{rank}"}} for rank in range(2)
+            },
+        ),
         # shards dealt out by hand; splits of shards; splits of what nobody knows to be the same
         lambda: _plain(lambda rank: {"attributes": _BASE, "content": _CONTENT, "indices": _shard(rank)}),
         lambda: _plain(
@@ -382,7 +389,7 @@ class DataSetsDiffer(Detector):
         least = self.same_item_repeats if seen.exact else self.same_item_repeats_collated
         fixed = {rank for rank, times in seen.repeats.items() if times >= least}
         labels, records = (seen.unlike(kind, fixed) for kind in (0, 1))
-        shared = bool(told) and all(fact.distributed for fact in told.values())
+        shared = _is_divided(told)
         if len(labels) >= self.other_items and not seen.changing[0]:
             contradict = not seen.changing[1] and not set(labels) & set(records)
             part = "labels" if contradict or seen.changing[1] else "records"
@@ -421,10 +428,10 @@ class DataSetsDiffer(Detector):
         self._overlaps.clear()
         if len(told) < 2:
             return
-        distributed = all(fact.distributed for fact in told.values())
-        differing = _attributes(told, everything=distributed)
-        if distributed or self._splits_overlap(told):
-            differing = {**_settings(told, distributed=distributed), **_indices(told), **differing}
+        divided = _is_divided(told)
+        differing = _attributes(told, everything=divided)
+        if divided or self._splits_overlap(told):
+            differing = {**_settings(told, divided=divided), **_indices(told), **differing}
         if differing:
             first = next(iter(differing))
             self._told.add(topic.partition(":")[2])
@@ -515,8 +522,14 @@ def _odd_ones(odd: Mapping[str, Mapping[int, str]]) -> tuple[int, ...]:
     return tuple(alone) if len(alone) == 1 else tuple(ranks)
 
 
-def _settings(told: Mapping[int, Loader], *, distributed: bool) -> dict[str, dict[int, Any]]:
-    names = _SETTINGS if distributed else ()
+def _is_divided(told: Mapping[int, Loader]) -> bool:
+    """Whether samplers deal one data set out to the ranks; one that is its own only replica has all it deals."""
+    alone = all(fact.replicas == 1 for fact in told.values())
+    return bool(told) and not alone and all(fact.distributed for fact in told.values())
+
+
+def _settings(told: Mapping[int, Loader], *, divided: bool) -> dict[str, dict[int, Any]]:
+    names = _SETTINGS if divided else ()
     return _parted({key: {rank: getattr(fact, key) for rank, fact in told.items()} for key in names})
 
 

@@ -517,10 +517,10 @@ class Recipe:
         """Look for parameters that an output was computed with and that nobody has."""
         optimizers = [o for watch in self._state.watches for o in watch.optimizers()]
         # FSDP computes with whole parameters of its own, in the place of those that the model has
-        sharded = internals.any_distributed([p for o in optimizers for p in internals.params(o)])
+        own = [p for module in self._roots() for p in internals.parameters(module)]
+        sharded = internals.any_distributed([*own, *[p for o in optimizers for p in internals.params(o)]])
         if not self._threads.several and not sharded:
-            known = {id(p) for module in self._roots() for p in internals.parameters(module)}
-            known |= held_by(optimizers)
+            known = {id(p) for p in own} | held_by(optimizers)
             tensors = list(event.tensors())
             known |= self.audit.held() | {id(t) for t in tensors}
             names = unregistered(list(event.outputs()), tensors, root, known)
