@@ -14,7 +14,7 @@ from ddpdebug.detectors.hlth.shapes import classify
 from ddpdebug.progress.boxes import read_ranks
 from ddpdebug.redaction import redact
 from ddpdebug.reports.html import SWATCHES, Points, duration, heat_map, lines, page_head, parting, text, timeline
-from ddpdebug.reports.reading import PARTS, History, read_history
+from ddpdebug.reports.reading import FOLLOWED, PARTS, History, read_history
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.ended import parse_end
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
@@ -97,7 +97,7 @@ def report(directory: Path, *, name: str = "") -> str:
         "<p>Low and green: compared and equal. High and red: the ranks differed. Nothing: not compared then.</p>",
         "<h2>Loss</h2>",
         chart(ranks),
-        _shape(series["loss median rank"], series["validation loss"], history.run.get("config")),
+        _shape(series[FOLLOWED], series["validation loss"], history.run.get("config")),
         "<h2>Gradient norm, after the reduction</h2>",
         chart(norms),
         "<h2>Step time: own time by phase and waiting for others, mean over the ranks</h2>",

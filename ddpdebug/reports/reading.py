@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ddpdebug.detectors.hlth.curve import followed, loss_of
 from ddpdebug.reports.pace import PaceHistory
 from ddpdebug.run_directory.reader import damage, read_findings, read_outcomes, read_run, read_steps
 from ddpdebug.schema.finding import Finding
@@ -23,6 +24,8 @@ POINTS = 600
 _Over = Callable[[Sequence[float]], float]
 #: What a step is made of: the phases of a rank's own time, and its waiting for others.
 PARTS = (*PHASES, "waiting")
+#: The losses that the rules follow, of one kind where several train in turn.
+FOLLOWED = "followed loss"
 _MAX_RANKS = 4096
 
 _NONFINITE = Flag.LOSS_NONFINITE | Flag.LOCAL_GRADS_NONFINITE | Flag.GRADS_NONFINITE
@@ -111,7 +114,8 @@ def read_history(directory: Path) -> History:
     run = read_run(directory)
     series = {name: Thinned(keep) for name, (_, _, keep) in _FIELDS.items()}
     agreement = {what: Thinned("max") for what in COMPARED}
-    series |= {part: Thinned("mean") for part in PARTS}
+    series |= {part: Thinned("mean") for part in (*PARTS, FOLLOWED)}
+    kinds: dict[str, Any] = {}
     pace = PaceHistory()
     culprits: dict[int, int] = {}
     count, first, last, undecided = 0, 0, 0, 0
@@ -124,6 +128,7 @@ def read_history(directory: Path) -> History:
                 series[name].add(step.step, float(over(known)))
             elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
                 series[name].add(step.step, math.nan)
+        series[FOLLOWED] = _with_loss(series[FOLLOWED], step, kinds)
         pace.add(step)
         # of chosen rows most are of ranks that were slow in this step
         shown = islice(step.rows.values(), 1 if step.chosen else None)
@@ -152,6 +157,15 @@ def read_history(directory: Path) -> History:
         pace=pace,
         damage=damage(directory),
     )
+
+
+def _with_loss(series: Thinned, step: Step, kinds: dict[str, Any]) -> Thinned:
+    """Return the series of the losses that rules follow, with that of a step, if it is one; one anew where they do."""
+    kind, loss = followed(step, kinds), loss_of(step)
+    series = Thinned("mean") if kind.anew else series
+    if kind.loss and loss is not None:
+        series.add(step.step, loss)
+    return series
 
 
 def _parts(rows: Iterable[Row]) -> dict[str, float]:

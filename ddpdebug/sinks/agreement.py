@@ -57,10 +57,11 @@ def _dissenters(step: Step) -> dict[str, frozenset[int]]:
     for what, names in COMPARED.items():
         intended = what in _INTENDED and step.any(_INTENDED[what])
         for name in names[:1] if intended else names:  # of averaged ones, those before the step
-            if name in step.differing:
-                found |= {} if intended else {what: found.get(what, frozenset()) | {*step.minority(name)}}
-            elif sum(map(bool, step.columns[name])) > 1:
-                found.setdefault(what, frozenset())
+            if name not in step.differing:
+                if sum(map(bool, step.columns[name])) > 1:
+                    found.setdefault(what, frozenset())
+            elif not intended:
+                found[what] = found.get(what, frozenset()) | {*step.minority(name)}
         for shown in step.replicas(_OF_CLASSES[what]).values() if what in _OF_CLASSES and not intended else ():
             if len(shown) > 1:
                 found[what] = found.get(what, frozenset()) | {*outvoted(shown)}

@@ -172,6 +172,19 @@ def test_a_validation_loss_is_drawn_and_judged(tmp_path: Path) -> None:
     assert "</i>validation</span>" not in report(tmp_path / "without")
 
 
+def test_the_shape_is_that_of_one_kind_of_losses(tmp_path: Path) -> None:
+    """A second loss that comes in turn, and stays, makes no oscillation of the first, which falls."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(RunStarted(run_id="r1", rank=0, world=1, directory=tmp_path, config={}, versions={}, command=(),
+                          time="2026-11-21T08:00:00Z", node="n"))  # fmt: skip
+    for step in range(120):
+        kind = 1 + (step % 3 == 2)
+        rows = {0: Row(rank=0, step=step, loss=2.0 * 0.95**step if kind == 1 else 40.0, loss_kind=kind)}
+        sink.write(StepJudged(step=Step(step=step, optimizer=0, world=1, rows=rows)))
+    sink.close()
+    assert "Shape of the curve: <b>healthy</b>, steps 0 to 118." in report(tmp_path)
+
+
 def test_hostile_names_stay_text_and_nothing_is_loaded(tmp_path: Path) -> None:
     """Every text from the job is escaped; the page has no element that could load or run anything."""
     write_run(tmp_path, evil=EVIL)

@@ -516,8 +516,8 @@ class Recipe:
     def _unregistered(self, root: torch.nn.Module, event: events.ForwardEnded | events.ModuleForwardEnded) -> None:
         """Look for parameters that an output was computed with and that nobody has."""
         optimizers = [o for watch in self._state.watches for o in watch.optimizers()]
-        # FSDP computes with whole parameters of its own, in the place of those that the model has
         own = [p for module in self._roots() for p in internals.parameters(module)]
+        # FSDP computes with whole parameters of its own, in the place of those that the model has
         sharded = internals.any_distributed([*own, *[p for o in optimizers for p in internals.params(o)]])
         if not self._threads.several and not sharded:
             known = {id(p) for p in own} | held_by(optimizers)
