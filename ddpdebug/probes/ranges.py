@@ -17,13 +17,15 @@ _WHOLE = frozenset({torch.float32, torch.float64})
 
 
 #: So many elements at once are converted, or have masks made of them: a tensor may have as much memory as there is.
-_PIECE = 1 << 20
+_PIECE = 1 << 19
+#: A converted copy of more elements is not made as a whole.
+_MOST_COPIED = 1 << 20
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the elements as comparable real floating-point numbers; None where they were a large copy."""
     own = _own(tensor)
-    return None if own is None or (own.numel() > _PIECE and _is_converted(own)) else _real(own)
+    return None if own is None or (own.numel() > _MOST_COPIED and _is_converted(own)) else _real(own)
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:

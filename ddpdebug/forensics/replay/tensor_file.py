@@ -32,7 +32,7 @@ FORMAT_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_PIECE = 4 << 20  # two of them are held at once
+_PIECE = 1 << 20  # two of them are held at once, beside what the job's own thread reads meanwhile
 
 
 def can_write(tensor: torch.Tensor) -> bool:
