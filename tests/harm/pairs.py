@@ -228,6 +228,13 @@ class Pair:
             found.append(f"switched off: {', '.join(self.said)}")
         return found
 
+    @property
+    def errors(self) -> str:
+        """What the ranks have written to their standard errors."""
+        sides = {"plain": self.plain, "attached": self.attached}
+        texts = {f"{side}, rank {i}": r["err"] for side, results in sides.items() for i, r in enumerate(results)}
+        return "\n".join(f"{whose}:\n{text[-4000:]}" for whose, text in texts.items())
+
     def _of_rank(self, a: Result, b: Result) -> list[str]:
         found = []
         if a["status"] != b["status"]:

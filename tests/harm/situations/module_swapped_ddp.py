@@ -12,7 +12,8 @@ from torch import nn
 start()
 torch.__future__.set_swap_module_params_on_conversion(True)
 model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-wrapped = ddp(model)
+# without broadcasts of buffers: a thread of gloo can hold a buffer a little longer, which then cannot be swapped
+wrapped = ddp(model, broadcast_buffers=False)
 optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 losses = train(wrapped, optimizer)
 del wrapped, optimizer
