@@ -81,8 +81,7 @@ def parted_over(step: Step, kind: str) -> Fields:
     odd = [shown for shown in step.replicas(kind).values() if len({*shown.values()}) > 1]
     if not odd:
         return {}
-    told: list[Mapping[int, MeshPlace]] = _facts(step, f"mesh:{step.optimizer}")
-    places = {rank: fact.places for facts in told for rank, fact in facts.items()}
+    places = {rank: fact.places for rank, fact in meshes(step).items()}
     names = sorted({name for own in places.values() for name in own})
     over = [
         name
@@ -98,22 +97,41 @@ def named(ranks: tuple[int, ...], over: Fields) -> tuple[int, ...]:
 
 
 def replica_groups(step: Step) -> Sequence[Sequence[int]]:
-    """Return the ranks that should be equal to each other: all, unless separate groups wrapped different models."""
+    """Return the ranks that should be equal to each other: all, unless separate groups train different models."""
     everyone = [tuple(step.rows)]
     if not separate_groups(step):
         return everyone
-    told: list[Mapping[int, Structure]] = _facts(step, "structure:")
+    of_ddp: list[Mapping[int, Structure]] = _facts(step, "structure:")
+    of_shards = meshes(step)
     models: dict[tuple[str, ...], list[int]] = {}
     for rank in step.rows:
-        models.setdefault(tuple(facts[rank].digest for facts in told if rank in facts), []).append(rank)
+        model = tuple(facts[rank].digest for facts in of_ddp if rank in facts)
+        models.setdefault((*model, of_shards[rank].model) if rank in of_shards else model, []).append(rank)
     model_of = {rank: model for model, members in models.items() for rank in members}
-    mixed = any(len({model_of[rank] for rank in group if rank in model_of}) > 1 for group in _groups(step))
+    groups = [*_groups(step), *islands(step)]
+    mixed = any(len({model_of[rank] for rank in group if rank in model_of}) > 1 for group in groups)
     return everyone if mixed else [tuple(members) for members in models.values()]
 
 
 def separate_groups(step: Step) -> bool:
-    """Whether some DDP reduces over fewer ranks than the world."""
-    return any(len(group) < step.world for group in _groups(step))
+    """Whether some DDP reduces over fewer ranks than the world, or FSDP2 does, and nothing joins these groups."""
+    return any(len(group) < step.world for group in _groups(step)) or bool(islands(step))
+
+
+def islands(step: Step) -> Sequence[Sequence[int]]:
+    """Return the groups of ranks over which FSDP2 averages, where meshes of fewer ranks than the world hold them."""
+    told = meshes(step)
+    joined = any(
+        fact.staged or not fact.averages or math.prod(size for _, size in fact.places.values()) >= step.world
+        for fact in told.values()
+    )
+    return [] if joined else sorted({fact.averages for fact in told.values()})
+
+
+def meshes(step: Step) -> Mapping[int, MeshPlace]:
+    """Return the places of the ranks on the meshes of the step's optimizer."""
+    found: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
+    return found
 
 
 def _groups(step: Step) -> list[Sequence[int]]:
@@ -128,8 +146,7 @@ def averaging_groups(step: Step) -> Sequence[Sequence[int]]:
     """
     if not step.any(Flag.SHARDED):
         return sorted({tuple(group) for group in _groups(step)}) or [tuple(step.rows)]
-    told: list[Mapping[int, MeshPlace]] = _facts(step, f"mesh:{step.optimizer}")
-    return sorted({fact.averages for facts in told for fact in facts.values() if fact.averages})
+    return sorted({fact.averages for fact in meshes(step).values() if fact.averages})
 
 
 def groups_beside(step: Step) -> set[tuple[int, ...]]:

@@ -77,9 +77,10 @@ class LocalSteps:
         if known.differed and step.agrees("params_before_digest"):
             known.kind = _Kind.LOCAL
         elif _is_apart(step, known):
-            if known.kind is _Kind.UNDECIDED or not step.differing.isdisjoint(_PARTED):
+            shared = _shared(step)
+            if known.kind is _Kind.UNDECIDED or any(map(_differ, shared)) or not step.differing.isdisjoint(_PARTED):
                 known.differed |= not step.differing.isdisjoint(_PARAMETERS)
-                known.apart += step.known("params_before_digest")
+                known.apart += bool(shared) or step.known("params_before_digest")
                 known.kind = _Kind.UNDECIDED if known.apart <= self._patience else _Kind.PARTED
         elif known.kind is _Kind.UNDECIDED:
             known.kind = _Kind.PARTED  # they synchronise again, and were not averaged before
@@ -122,6 +123,18 @@ def _with_flags(step: Step, change: Callable[[int], int]) -> Step:
 
 
 def _is_apart(step: Step, replicas: _Replicas) -> bool:
+    if step.all(Flag.SHARDED):  # each part of a model has a replica in another island, and none agrees with its own
+        own = all(_differ(shown) and len(shown) < len(step.rows) for shown in _shared(step))
+        return own and "hyper_digest" not in step.differing
     if step.all(Flag.NO_DDP):  # who sat the first rounds out begins with other parameters, and averages no gradients
         return replicas.alike or (not step.agrees("foreign_grads_digest") and step.agrees("hyper_digest"))
     return step.all(Flag.UNSYNCED_BACKWARD)
+
+
+def _shared(step: Step) -> list[Mapping[int, int]]:
+    """Return what replicas of sharded parameters show of their gradients, by rank."""
+    return [shown for shown in step.replicas("grads").values() if len(shown) > 1]
+
+
+def _differ(shown: Mapping[int, int]) -> bool:
+    return len({*shown.values()}) > 1

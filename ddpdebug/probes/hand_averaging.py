@@ -2,7 +2,8 @@
 
 Ranks that take different numbers of steps in a round never agree in steps of one number. What shows the averaging is
 that, between a step and the next backward, collectives of the script carry tensors of all the parameters' shapes, or
-one of as many elements.
+one of as many elements. Of sharded parameters these are the rank's parts, and they are added up: what gathers such
+parts may be FSDP2 itself, or a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ddpdebug.probes.training_events import BackwardBegan, Bus, StepEnded, StepP
 
 #: Tensors that are remembered, and elements of a model that are too few to tell them from a list of losses.
 _MOST, _LEAST = 8192, 32
+_ADDING = frozenset({"all_reduce", "all_reduce_coalesced", "reduce"})
 
 
 class HandAveraging:
@@ -38,13 +40,23 @@ class HandAveraging:
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None or self._state.averages or self._state.wrappers or operation == "broadcast":
             return
-        self._wanted = self._wanted or [p.shape for p in internals.params(optimizer) if p.requires_grad]
+        params = internals.params(optimizer)
+        if operation not in _ADDING and internals.any_distributed(params):
+            return
+        self._wanted = self._wanted or [internals.held_here(p).shape for p in params if p.requires_grad]
         tensors = given if isinstance(given, list | tuple) else (given,)
         self._carried += [t.shape for t in tensors if isinstance(t, torch.Tensor)][: _MOST - len(self._carried)]
 
     def _ended(self, event: StepEnded | StepPassed) -> None:
+        if self._wanted and self._is_outer(event.optimizer):
+            return
         self._optimizer = weakref.ref(event.optimizer)
         self._forget()
+
+    def _is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps copies of the parameters, by averages that are carried before it does."""
+        watches = [watch for watch in self._state.watches if watch.is_loose]
+        return any([one is optimizer for watch in watches for one in watch.optimizers()])
 
     def _forget(self) -> None:
         self._wanted, self._carried = [], []

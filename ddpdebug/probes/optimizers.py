@@ -28,6 +28,8 @@ _KEPT_BYTES = 4 << 20
 #: Parameters that stand for all in a step that is not checked, where there are more: such a step costs the same
 #: whatever the model.
 _FEW = 64
+#: How the name of a parameter begins that no module has.
+_UNNAMED = "parameter["
 
 
 class Mark(NamedTuple):
@@ -153,6 +155,11 @@ class OptimizerWatch:
     def groups(self) -> list[dict[str, Any]]:
         """Return all parameter groups."""
         return [group for optimizer in self.optimizers() for group in internals.groups(optimizer)]
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether no module has one of the parameters."""
+        return all([name.startswith(_UNNAMED) for name in self.names])
 
     def readable(self) -> list[torch.Tensor]:
         """Return the parameters in readable form: for a DTensor that other ranks hold too, this rank's part."""
@@ -374,7 +381,7 @@ def _named(
     for position, p in enumerate(params):
         if id(p) in ignored:
             continue
-        name, wrapper_or_none = current.get(id(p), (names.get(id(p), f"parameter[{position}]"), None))
+        name, wrapper_or_none = current.get(id(p), (names.get(id(p), f"{_UNNAMED}{position}]"), None))
         if wrapper_or_none is not None and several and name in taken:
             name = f"ddp{wrapper_or_none.index}.{name}"
         while name in taken:

@@ -31,7 +31,7 @@ from ddpdebug.probes.models import Models
 from ddpdebug.probes.optimizers import GroupSettings, HandWatch, OptimizerWatch, first_step, index_of
 from ddpdebug.probes.own_times import OwnTimes
 from ddpdebug.probes.record import Part, SinceLastStep, StepRecord, combined
-from ddpdebug.probes.sharding import Sharding, sharding_of
+from ddpdebug.probes.sharding import Sharding, sharding_of, uncompared
 from ddpdebug.probes.step_state import StepState
 from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
@@ -475,7 +475,8 @@ class Recorder:
         """Find out which ranks share what, and announce it."""
         found = sharding_of(watch.names, watch.params, watch.owned, self._state.world)
         if found is None:
-            return None
+            known = watch.is_loose and any([other.sharding is not None for other in self._state.watches])
+            return uncompared(watch.names) if known else None
         averages, along = internals.ranks_of_averages(self._state.models())
         beside = tuple([group for group in internals.groups_beside() if group not in along])
         found = replace(found, place=replace(found.place, averages=averages, beside=beside))

@@ -7,7 +7,8 @@ of tensor parallelism for a norm under FSDP, parts nothing; a plain parameter is
 a rank's own experts or is marked as a part.
 
 The stages of a pipeline may have other layers under the same names: there a part is shared with the ranks over which
-its own mesh replicates it, and what is plain, of which nobody says who else has it, is not compared.
+its own mesh replicates it, and what is plain, of which nobody says who else has it, is not compared. Nor are plain
+parameters of no module beside sharded ones: they may be copies of parts, as in the outer optimizer of DiLoCo.
 """
 
 from __future__ import annotations
@@ -97,6 +98,14 @@ class Sharding:
         return {**found, **{f"class_{slot}_key": key for slot, key in enumerate(self.keys)}}
 
 
+def uncompared(names: Sequence[str]) -> Sharding:
+    """Return what there is to say of parameters of which nobody says who else has them."""
+    number = len(names)
+    text = "parameters of no module, which may be copies of parts, are not compared"
+    nothing = (0,) * number
+    return Sharding((None,) * number, keys=(), holders=nothing, names=tuple(names), place=MeshPlace(), text=text)
+
+
 def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[bool], world: int) -> Sharding | None:
     """Return the classes of an optimizer's parameters; None if it has no DTensors of its own.
 
@@ -152,6 +161,7 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
             classes={text: sizes[text] for text in chosen},
             alone=alone,
             model=f"{model:016x}",
+            staged=internals.has_stages(),
         ),
     )
 

@@ -106,6 +106,7 @@ class MeshPlace(Announcement, topic="mesh"):
         averages: ranks over which FSDP2 averages gradients, this one among them; each should be fed other batches.
         beside: other groups of the script that the rank is in, smaller than the world.
         model: digest of the parameters' names, whole shapes, dtypes and placements.
+        staged: the job may be a pipeline, whose stages one model is made of.
     """
 
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class MeshPlace(Announcement, topic="mesh"):
     averages: tuple[int, ...] = ()
     beside: tuple[tuple[int, ...], ...] = ()
     model: str = ""
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

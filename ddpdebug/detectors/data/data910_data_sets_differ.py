@@ -523,9 +523,15 @@ def _odd_ones(odd: Mapping[str, Mapping[int, str]]) -> tuple[int, ...]:
 
 
 def _is_divided(told: Mapping[int, Loader]) -> bool:
-    """Whether samplers deal one data set out to the ranks; one that is its own only replica has all it deals."""
-    alone = all(fact.replicas == 1 for fact in told.values())
-    return bool(told) and not alone and all(fact.distributed for fact in told.values())
+    """Whether samplers deal one data set out to the ranks: not where each of several deals out the whole of its own."""
+    if not told or not all(fact.distributed for fact in told.values()):
+        return False
+    places: dict[str, set[tuple[Any, Any]]] = {}  # what a rank has -> (place, replicas) of the samplers that have it
+    for fact in told.values():
+        held = {name: value for name, value in fact.attributes.items() if not _own(name)}
+        places.setdefault(repr((held, fact.indices and fact.indices.digest)), set()).add((fact.rank, fact.replicas))
+    whole = all(len(own) == replicas for own in places.values() for _, replicas in own)
+    return not whole or (len(places) == 1 and any(fact.replicas != 1 for fact in told.values()))
 
 
 def _settings(told: Mapping[int, Loader], *, divided: bool) -> dict[str, dict[int, Any]]:

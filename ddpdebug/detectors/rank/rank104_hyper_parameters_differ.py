@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits
 from ddpdebug.detectors.examples import step_at, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Finding, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import HyperParameters
 from ddpdebug.schema.row import Flag
 
@@ -59,6 +59,10 @@ class HyperParametersDiffer(ComparisonRule):
         lambda: step_at(3, hyper_digest=77, lr=0.01),
         lambda: step_at(3, odd={1: {"hyper_digest": 0}}),
     )
+
+    def explained_by(self, finding: Finding, cause: Finding) -> bool:
+        # groups with settings of their own are a population; a reduction over too few ranks explains no settings
+        return cause.code != "SYNC211" or cause.severity is Severity.WARNING
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         return classes_of(step, "hyper_digest", on_purpose=Flag(0))

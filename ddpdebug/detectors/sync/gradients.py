@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 from ddpdebug.detectors.comparison import (
@@ -62,6 +63,13 @@ class GradientRule(ChainRule):
             location=verdict.location,
             evidence={"parameters": len({*map(whole_name, subject)}), **verdict.evidence, **shared},
         )
+
+
+def of_population(finding: Finding, step: Step, groups: Sequence[Sequence[int]]) -> Finding:
+    """Return a finding about groups that train apart as a warning where each has settings of its own: on purpose."""
+    shown = [{step.rows[rank].hyper_digest for rank in group if rank in step.rows} for group in groups]
+    own = "hyper_digest" in step.differing and all(len(settings) == 1 for settings in shown)
+    return replace(finding, severity=Severity.WARNING) if own and shown else finding
 
 
 def gradient_classes(step: Step) -> RankClasses | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdebug.detectors.comparison import MAX_NAMES
+from ddpdebug.detectors.comparison import MAX_NAMES, meshes
 from ddpdebug.detectors.examples import contract, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Fields, Finding, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import hooks
-from ddpdebug.schema.announcements import MeshPlace
 from ddpdebug.schema.details import Contract, Gradients
 from ddpdebug.schema.row import CHECKSUM_SLOTS, Flag
 
@@ -234,7 +233,7 @@ def _ratio(checks: Sequence[_Check]) -> float:
 def _pieces(step: Step) -> tuple[list[str], set[int]]:
     """Return the sharded parameters of which a rank got a piece that is off, furthest off first, and these ranks."""
     told = step.answers(Gradients)
-    places: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
+    places = meshes(step)
     worst, ranks = dict[str, float](), set[int]()
     for rank, own in told.items():
         averages = places[rank].averages if rank in places else ()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ddpdebug.detectors.comparison import averaged
 from ddpdebug.detectors.examples import contract, gradients, step_at
-from ddpdebug.detectors.kinds import Examples, Finding, Severity, Step, Verdict
-from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
+from ddpdebug.detectors.kinds import Examples, Finding, Step, Verdict
+from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks, of_population
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
@@ -97,5 +96,4 @@ class NoSynchronisation(GradientRule):
         return Verdict(ranks=odd_ranks(step), subject=tuple(differing(step)), evidence={"ddp_wrappers": 0})
 
     def word(self, step: Step, verdict: Verdict) -> Finding:
-        found = super().word(step, verdict)
-        return replace(found, severity=Severity.WARNING) if "hyper_digest" in step.differing else found
+        return of_population(super().word(step, verdict), step, [[rank] for rank in step.rows])

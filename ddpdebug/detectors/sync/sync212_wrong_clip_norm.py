@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from ddpdebug.detectors.comparison import meshes
 from ddpdebug.detectors.examples import contract, step_at
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Findings, Severity, Step, Threshold
 from ddpdebug.detectors.sync.gradients import clip_location
@@ -142,7 +143,7 @@ class WrongClipNorm(Detector):
         if not (step.complete and step.all(Flag.SHARDED)) or step.any(_ON_PURPOSE) or not _are_alike(step):
             return {}
         whole = [
-            math.prod(size for _, size in fact.places.values()) == len(step.rows) for fact in _places(step).values()
+            math.prod(size for _, size in fact.places.values()) == len(step.rows) for fact in meshes(step).values()
         ]
         if not all(whole):  # each node trains by itself
             return {}
@@ -160,7 +161,7 @@ class WrongClipNorm(Detector):
             return None
         parts = {rank: row.part_norm / scale[rank] for rank, row in step.rows.items()}
         whole = math.hypot(*(row.share_norm / scale[rank] for rank, row in step.rows.items()))
-        told = _places(step)
+        told = meshes(step)
         if not 0 < whole < math.inf or not _are_alike(step):
             return None
         apart = float(self.norm_apart)
@@ -173,14 +174,9 @@ class WrongClipNorm(Detector):
         return (whole, "") if step.all(Flag.CLIPPED_ALL) and replicas_agree else None
 
 
-def _places(step: Step) -> Mapping[int, MeshPlace]:
-    found: Mapping[int, MeshPlace] = step.facts.get(f"mesh:{step.optimizer}", {})
-    return found
-
-
 def _are_alike(step: Step) -> bool:
     """Return whether all ranks are known to hold parts of one model."""
-    told = _places(step)
+    told = meshes(step)
     return len({fact.model for fact in told.values()}) == 1 and len(told) == len(step.rows)
 
 
