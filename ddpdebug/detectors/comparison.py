@@ -198,7 +198,8 @@ def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
     """Whether each rank trains parameters of its own by these names, where no DDP is involved.
 
     Stages of a pipeline have not the same names and shapes, or send to each other. Experts differed before the first
-    step, when the gradients of other parameters were already averaged, or are marked.
+    step, when the gradients of other parameters were already averaged, or are marked. Experts that several ranks began
+    with alike are replicas of each other: they are nobody's own where their gradients differ.
 
     Args:
         shared: what the rules of a run share; what is known of an optimizer stays.
@@ -210,14 +211,29 @@ def are_own(step: Step, names: Collection[str], shared: dict[str, Any]) -> bool:
 def own_names(step: Step, shared: dict[str, Any]) -> set[str] | None:
     """Return the parameters that each rank has of its own, None where all are: see `are_own`."""
     known: dict[int, set[str] | None] = shared.setdefault("own parameters", {})  # None: all
+    alike: dict[int, list[list[int]]] = shared.setdefault("ranks that began with the same own parameters", {})
     asked = step.answers(Contract).values()
     if step.optimizer not in known and step.all(Flag.NO_DDP):
         if len({told.parameters for told in asked}) > 1 or (asked and all([told.messages for told in asked])):
             known[step.optimizer] = None
         elif step.any(Flag.FIRST) and len(step.answers(Gradients)) > 1:
-            known[step.optimizer] = _apart(step) if averaged(step) else set()
+            known[step.optimizer] = found = _apart(step) if averaged(step) else set()
+            alike[step.optimizer] = _began_alike(step, found)
     own = known.get(step.optimizer, set())
-    return None if own is None else own.union(*[told.marked for told in asked])
+    if own is None:
+        return None
+    told = {rank: gradients.foreign for rank, gradients in step.answers(Gradients).items()}
+    families = [{rank: told[rank] for rank in ranks if rank in told} for ranks in alike.get(step.optimizer, ())]
+    unlike = {name for family in families for name in differing_names(family)}
+    return own.union(*[contract.marked for contract in asked]) - unlike
+
+
+def _began_alike(step: Step, own: Collection[str]) -> list[list[int]]:
+    """Return the groups of ranks that began with the same own parameters; none where a rank has its own alone."""
+    groups: dict[tuple[str | None, ...], list[int]] = {}
+    for rank, told in step.answers(Parameters).items():
+        groups.setdefault(tuple(told.before.get(name) for name in sorted(own)), []).append(rank)
+    return list(groups.values()) if len(groups) > 1 and all(len(ranks) > 1 for ranks in groups.values()) else []
 
 
 def _apart(step: Step) -> set[str]:

@@ -14,6 +14,7 @@ from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.isolation.user_code import user_location
 from ddpdebug.isolation.weak_table import WeakTable
 from ddpdebug.nested import tensors_in
+from ddpdebug.probes.copied_generators import CopiedGenerator, copied_generator
 from ddpdebug.probes.datasets import Splits, held_by, source_of
 from ddpdebug.probes.delivered_items import DeliveredItems, sampler_of
 from ddpdebug.probes.lengths import batches_of, length_of
@@ -28,7 +29,14 @@ from ddpdebug.probes.training_events import (
     SubsetMade,
     WorkersBegan,
 )
-from ddpdebug.schema.announcements import Announce, AwaitedLoader, Loader, RepeatedDeliveries, StreamEnded
+from ddpdebug.schema.announcements import (
+    Announce,
+    AwaitedLoader,
+    Loader,
+    RepeatedDeliveries,
+    RepeatedNumbers,
+    StreamEnded,
+)
 from ddpdebug.schema.details import hex_digest
 
 #: Read of each tensor of a batch.
@@ -81,6 +89,7 @@ class Loaders:
         self._batches, self._enough = 0, _BATCHES
         self._awaited: int | None = None
         self._next: int | None = None  # may be awaited now
+        self._copied: CopiedGenerator | None = None
         self._splits, self._items = Splits(), DeliveredItems(bus, state, announce)
         self._asked = state.clock.now()
         self._whole = False  # one batch is the whole epoch over the newest loader: trained on again and again by right
@@ -128,6 +137,18 @@ class Loaders:
         split, line = self._splits.of(dataset), user_location()
         self._pairs.setdefault(known["index"], _Pairs(own.get("num_workers") or 0, line))
         self._announce(Loader(**_settings(loader), **about, indices=split, location=line, step=step), known["index"])
+        self._look_at_generators(loader, known["iterations"], step)
+
+    def _look_at_generators(self, loader: torch.utils.data.DataLoader[Any], passes: int, step: int) -> None:
+        """Announce a generator that workers draw from: in one pass of several of them, or in several passes of one."""
+        own = attributes_of(loader)
+        workers = own.get("num_workers") or 0
+        copies = workers if passes == 1 or own.get("persistent_workers") else workers * passes
+        if self._copied is None and copies > 1 and passes <= 2 and torch.is_grad_enabled():
+            self._copied = copied_generator(loader)
+            if self._copied is not None:
+                name, line = self._copied
+                self._announce(RepeatedNumbers(step=step, workers=workers, name=name, location=line))
 
     def _subset_made(self, event: SubsetMade) -> None:
         """Note where a subset comes from: the split of an unseeded generator is another one on each rank."""

@@ -166,6 +166,11 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
     )
 
 
+def is_of_experts(name: str) -> bool:
+    """Return whether a plain parameter or buffer is of a rank's own experts, by its name."""
+    return _EXPERTS.search(name) is not None
+
+
 def _holders(text: str | None, parameter: Any, owned: bool, layout: internals.Layout | None, world: int) -> int:  # noqa: FBT001 - of a table
     """Return how many ranks hold the same part, 0 where that is not known; experts of a rank are its own."""
     if internals.has_stages() or owned or (layout is None and internals.is_distributed(parameter)):
@@ -197,7 +202,7 @@ def _words(name: str, parameter: Any, owned: bool, layout: internals.Layout | No
     """Say which part of a parameter a rank holds; None where it is compared otherwise, or cannot be."""
     if owned or (layout is None and internals.is_distributed(parameter)):
         return None
-    if layout is None and (internals.has_stages() or internals.is_own(parameter) or _EXPERTS.search(name)):
+    if layout is None and (internals.has_stages() or internals.is_own(parameter) or is_of_experts(name)):
         return None
     if layout is None or not (layout.apart or layout.replicas):
         return _EVERYWHERE

@@ -243,11 +243,16 @@ class RepeatedOrder(StepFact, topic="alone:order", scope=Scope.SHARED):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedNumbers(StepFact, topic="alone:numbers", scope=Scope.SHARED):
-    """Torch's generators were in the same state at the start of several epochs, and training draws from them."""
+    """Torch's generators were in the same state at the start of several epochs, and training draws from them.
+
+    Or the data set holds a generator.
+    """
 
     epochs: int = 0  # in a row
     steps: int = 0  # likewise, where each step draws the same
-    location: str | None = None  # that iterates over the loader, or calls backward
+    workers: int = 0  # of a loader, each of which draws from its copy of a generator
+    name: str | None = None  # of that: "Pairs.rng"
+    location: str | None = None  # that iterates over the loader, calls backward, or draws from that generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ class Coverage:
         gradients: whether gradients were ever compared, or seen in a world of one.
         losses: whether a loss was ever seen.
         validated: whether a validation loss was ever told or seen.
-        own: whether parameters differed in each step that was compared, with no DDP that averages them.
+        own: whether parameters differed in each step that was compared: no DDP averages them, or local steps or a Join are declared.
         never: ranks of which no row was ever seen, at most `MAX_RANKS`; empty until some was.
         apart: why the ranks cannot be compared, or not any more; empty while they can.
         ranks: the ranks' own accounts, as far as they are known, by rank.
@@ -271,7 +271,7 @@ class Coverage:
 
     def _parameter_gaps(self) -> Iterator[Gap]:
         if self.own and self.ended:  # until then one may still be averaged now and then
-            text = "the ranks' parameters differed in each step, with no DDP that averages them: they are not compared"
+            text = "the ranks' parameters differed in each step (no DDP, local steps or a Join): they are not compared"
             yield Gap(part="parameters", weight=Weight.ESSENTIAL, text=text, action=_OWN)
         if self.sharding and self.world > 1:
             yield Gap(part="parameters", weight=Weight.NOTE, text=self.sharding)

@@ -108,7 +108,7 @@ CASES = {
     "own": (
         _seen(_step(0, own=True), _step(1, own=True), ended=True),
         "parameters",
-        "the ranks' parameters differed in each step, with no DDP that averages them: they are not compared",
+        "the ranks' parameters differed in each step (no DDP, local steps or a Join): they are not compared",
     ),
 }
 

@@ -343,7 +343,7 @@ def test_the_last_line_says_that_ranks_train_parameters_of_their_own() -> None:
     covered = Covered(coverage=tally.coverage(ended=True))
     told = summary(*own, covered)
     assert "no findings" not in told
-    assert "4 steps · not checked: the ranks' parameters differed in each step, with no DDP that averages them" in told
+    assert "4 steps · not checked: the ranks' parameters differed in each step (no DDP, local steps or a Join)" in told
     assert "disagreed in 4 of the 4 that" in summary(*own, covered, FindingRaised(finding=FINDING))
 
 

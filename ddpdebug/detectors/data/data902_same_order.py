@@ -48,6 +48,20 @@ _IN_STEPS: Fields = {
 }
 
 
+_IN_WORKERS: Fields = {
+    "title": "the workers of a loader draw the same random numbers",
+    "phase": "workers",
+    "causes": (
+        "the data set holds a generator: each worker begins each epoch with a copy of it, and augments alike",
+        "intended: noise that is the same in each epoch",
+    ),
+    "actions": (
+        "draw from torch's generator or `numpy.random`, which are seeded in each worker",
+        "or make the generator in the worker: `np.random.default_rng(torch.initial_seed())` in `worker_init_fn`",
+    ),
+}
+
+
 def _resume(steps: int, **more: Any) -> tuple[Facts, ...]:
     loader = {**_LOADER, "batches": 20, "iterations": 1, **more}
     fact = {"kind": "resumed", "class": "AdamW", "step": 0, "steps": steps}
@@ -102,7 +116,8 @@ class SameOrder(Detector):
     """The batches of one epoch come again in the next one, in the same order.
 
     Or a run that goes on from a checkpoint begins with the order of the first epoch. Or each epoch draws the same
-    numbers from torch's generators: noise, dropout, augmentation.
+    numbers from torch's generators: noise, dropout, augmentation. Or each worker of a loader draws the same ones, from
+    its copy of a generator that the data set holds.
 
     Impact: the model sees the same combinations of samples every epoch. Stochastic gradients lose part of their
     randomness, BatchNorm sees fixed batches, and generalisation suffers a little or a lot.
@@ -116,6 +131,7 @@ class SameOrder(Detector):
     - `shuffle=False`, or a generator that is seeded again at the start of each epoch
     - a list of batches made once and used in every epoch
     - `manual_seed` in an evaluation, or at the start of each epoch
+    - a generator that the data set made in `__init__`, and `num_workers` above 0
 
     Remedy:
     - call `sampler.set_epoch(epoch)` at the start of every epoch, before iterating over the loader
@@ -136,6 +152,7 @@ class SameOrder(Detector):
     fires_on = Examples(
         lambda: Facts(topic="alone:numbers", values={rank: {"step": 30, "epochs": 3} for rank in range(2)}),
         lambda: Facts(topic="alone:numbers", values={rank: {"step": 3, "steps": 4} for rank in range(2)}),
+        lambda: Facts(topic="alone:numbers", values={0: {"step": 0, "workers": 2, "name": "Pairs.rng"}}),
         lambda: tuple(_cycle(n) for n in range(8)),
         lambda: (_pass(1, 0), _pass(2, 8), *steps(16)),
         lambda: Facts(topic="alone:order", values=dict.fromkeys((0, 1), _ORDER)),
@@ -189,10 +206,12 @@ class SameOrder(Detector):
             )
         elif numbers := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, RepeatedNumbers)}:
             repeated = numbers[min(numbers)]
-            what = "steps" if repeated.steps else "epochs"
-            evidence = {what: repeated.steps or repeated.epochs}
-            about = {"ranks": tuple(numbers), "location": repeated.location, "evidence": evidence}
-            yield self.finding(step=repeated.step, **{**_NUMBERS, **(_IN_STEPS if repeated.steps else {})}, **about)
+            counts = {"workers": repeated.workers, "steps": repeated.steps, "epochs": repeated.epochs}
+            about = {"ranks": tuple(numbers), "location": repeated.location}
+            words = _IN_WORKERS if repeated.workers else _IN_STEPS if repeated.steps else {}
+            words = {**words, "subject": (repeated.name,)} if repeated.name else words
+            evidence = {what: count for what, count in counts.items() if count}
+            yield self.finding(step=repeated.step, **{**_NUMBERS, **words}, **about, evidence=evidence)
         elif restored := {r: fact for r, fact in sorted(facts.items()) if isinstance(fact, Restored)}:
             yield from self._resumed({r: fact for r, fact in restored.items() if fact.kind == "resumed"})
         elif not own:

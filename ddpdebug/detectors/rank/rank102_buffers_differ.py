@@ -14,10 +14,13 @@ from ddpdebug.schema.row import Flag
 _USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}}
 _ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}}
 _UNSENT = "DDP was made with `broadcast_buffers=False`, so nothing brings the ranks' buffers together"
+_OF_SHARDS = "FSDP2 broadcasts no buffers: each rank keeps what its own forwards, or its own counts, have written"
 
 
 class BuffersDiffer(ComparisonRule):
-    """Buffers differ between ranks right after DDP should have made them equal, or drift because it is told not to.
+    """Buffers differ between ranks right after DDP should have made them equal, or drift because nothing sends them.
+
+    With FSDP2, which broadcasts none, this is a warning.
 
     Impact: the ranks normalise, mask or quantise differently in training, and evaluation depends on the rank: the
     checkpoint of rank 0 holds statistics of rank 0's shard only.
@@ -49,6 +52,7 @@ class BuffersDiffer(ComparisonRule):
         lambda: step_at(
             0, flags=Flag.BUFFERS_NOT_BROADCAST, odd={rank: {"buffers_digest": 5 + rank} for rank in range(4)}
         ),
+        lambda: step_at(0, flags=Flag.SHARDED | Flag.NO_DDP, odd={1: {"buffers_digest": 5}}),
     )
     silent_on = Examples(
         lambda: steps(3),
@@ -62,8 +66,9 @@ class BuffersDiffer(ComparisonRule):
     def report(self, step: Step, classes: RankClasses) -> Findings:
         by_rank = {rank: told.digests for rank, told in step.answers(BufferDigests).items()}
         names = differing_names(by_rank)
-        unsent = step.any(Flag.BUFFERS_NOT_BROADCAST)
-        evidence: dict[str, Any] = {"buffers": len(names), "broadcast_buffers": not unsent}
+        sharded = step.any(Flag.SHARDED)
+        unsent = sharded or step.any(Flag.BUFFERS_NOT_BROADCAST)
+        evidence: dict[str, Any] = {"buffers": len(names), **({} if sharded else {"broadcast_buffers": not unsent})}
         if names:
             evidence["digests"] = values_of(by_rank, names[0])
         finding = self.finding(
@@ -73,4 +78,7 @@ class BuffersDiffer(ComparisonRule):
             phase="not-broadcast" if unsent else "after-broadcast",
             evidence=evidence,
         )
-        yield replace(finding, causes=(_UNSENT, *finding.causes[1:])) if unsent else finding
+        if unsent:
+            finding = replace(finding, causes=(_OF_SHARDS if sharded else _UNSENT, *finding.causes[1:]))
+        # statistics are a rank's own there unless the script averages them, and training itself does not use them
+        yield replace(finding, severity=Severity.WARNING) if sharded else finding

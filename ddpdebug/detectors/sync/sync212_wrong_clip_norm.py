@@ -16,7 +16,8 @@ from ddpdebug.schema.announcements import MeshPlace
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
-_ON_PURPOSE = Flag.LOCAL_ONLY | Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.CLIPPED_SCALED | Flag.CLOSURE
+_NO_STEP = Flag.SKIPPED | Flag.GUARD_SKIPPED | Flag.CLIPPED_SCALED | Flag.CLOSURE
+_ON_PURPOSE = Flag.LOCAL_ONLY | _NO_STEP
 _CHECKED = Flag.CHECKED | Flag.CLIPPED | Flag.SHARDED
 #: What `clip_grad_norm_` adds to the norm before it divides by it.
 _EPSILON = 1e-6
@@ -44,13 +45,21 @@ def _by_hand(*factors: float) -> tuple[Any, ...]:
     return _MESH, replace(step, facts={_MESH.topic: _MESH.values})
 
 
+def _stages(*norms: float, messages: bool = True) -> tuple[Any, ...]:
+    odd = {rank: {"clip_norm": norm} for rank, norm in enumerate(norms)}
+    own = {rank: {"parameters": str(rank), "messages": messages} for rank in range(len(norms))}
+    told = contract(len(norms), own, ddp=0)
+    return (step_at(3, world=len(norms), odd=odd, flags=Flag.CLIPPED | Flag.NO_DDP, clip_max=1.0, contract=told),)
+
+
 class WrongClipNorm(Detector):
     """The norm that clipping went by is not that of the whole gradient, each element of it counted once.
 
     Of sharded training: each rank tells the norm of the gradients that it holds at the step, and how many ranks hold
     the same. Squares add up to those of the whole gradient, before clipping has scaled it. `clip_grad_norm_` and
     `clip_grads_with_norm_` say what they went by. Where the script multiplies the gradients by hand, all ranks should
-    multiply by one factor.
+    multiply by one factor. The stages of a pipeline should go by one norm as well: that each goes by its own is a
+    warning.
 
     Impact: a norm of parts differs between ranks: each scales its part of the gradient by another factor, so that
     the direction of the update is wrong and replicated parameters drift apart. One that counts replicas several times
@@ -67,6 +76,7 @@ class WrongClipNorm(Detector):
     - a reduction over one dimension of the mesh where the gradient is parted over two
     - experts, embeddings or other groups of parameters that the norm leaves out, and the clipping does not
     - squares averaged over the ranks (`ReduceOp.AVG`) where they are to be added
+    - `clip_grad_norm_` on each stage of a pipeline, which sees the gradients of its own layers only
 
     Remedy:
     - give `clip_grad_norm_` the parameters as they are, DTensors included, where all are on one mesh
@@ -74,12 +84,13 @@ class WrongClipNorm(Detector):
       `clip_grads_with_norm_` with the root of the sum of their squares
     - with plain tensors add the squares of sharded gradients over the ranks that hold parts, those of replicated ones
       once
+    - over the stages of a pipeline add the squares of their norms, and take `clip_grads_with_norm_`
     """
 
     code = "SYNC212"
     severity = Severity.ERROR
     title = "gradients are clipped by a norm that is not that of the whole gradient"
-    reads = ("share_norm", "grads_scaled")
+    reads = ("share_norm", "grads_scaled", "clip_norm")
     of_several = True
     all_ranks = True
     wants = ("contract",)
@@ -95,6 +106,7 @@ class WrongClipNorm(Detector):
         lambda: _step(math.sqrt(2 * 25.0)),
         lambda: _step(6.0, flags=Flag.CLIPPED_ALL),
         lambda: _by_hand(0.31, 0.28, 0.31, 1.0),
+        lambda: _stages(4.0, 7.0),
     )
     silent_on = Examples(
         lambda: _step(_WHOLE, limit=1.0),
@@ -104,11 +116,13 @@ class WrongClipNorm(Detector):
         lambda: _step(5.0, flags=Flag.CLIPPED_SCALED),
         lambda: _step(math.nan),
         lambda: _by_hand(0.31, 0.31, 0.311, 0.31),
+        lambda: _stages(4.0, 4.0),
+        lambda: _stages(4.0, 7.0, messages=False),  # ranks that train apart
         lambda: _by_hand(0.31, math.nan, 0.2, 0.31),  # no one factor
     )
 
     def suspects(self, step: Step) -> bool:
-        return self._judged(step) is not None or bool(self._scaled(step))
+        return self._judged(step) is not None or bool(self._scaled(step)) or bool(self._apart(step))
 
     def detect(self, step: Step) -> Findings:
         if factors := self._scaled(step):
@@ -120,6 +134,19 @@ class WrongClipNorm(Detector):
                 phase="by hand",
                 location=next((told.location for told in step.answers(Contract).values() if told.location), None),
                 evidence={"factors": factors},
+            )
+        told = step.answers(Contract)
+        stages = len(told) == len(step.rows) and all(own.messages for own in told.values())
+        if stages and (norms := self._apart(step)) and len({own.parameters for own in told.values()}) > 1:
+            yield self.finding(
+                step,
+                severity=Severity.WARNING,
+                title="each stage of the pipeline clips by a norm of its own",
+                ranks=tuple(step.rows),
+                subject=(),
+                phase="stages",
+                location=clip_location(step),
+                evidence={"clip_norm": norms},
             )
         if (found := self._judged(step)) is not None:
             whole, counted = found
@@ -137,6 +164,15 @@ class WrongClipNorm(Detector):
                     **({"counted": counted} if counted else {}),
                 },
             )
+
+    def _apart(self, step: Step) -> dict[str, float]:
+        """Return the norms by which ranks without replicas have clipped, where they scaled by factors of their own."""
+        if not (step.complete and step.all(Flag.CLIPPED | Flag.NO_DDP)) or step.any(_NO_STEP | Flag.SHARDED):
+            return {}
+        norms = {str(rank): row.clip_norm for rank, row in step.rows.items()}
+        factors = [min(1.0, row.clip_max / (row.clip_norm + _EPSILON)) for row in step.rows.values()]
+        apart = all(factor > 0 for factor in factors) and max(factors) > (1 + self.norm_apart) * min(factors)
+        return norms if apart and len(norms) > 1 else {}
 
     def _scaled(self, step: Step) -> dict[str, float]:
         """Return by what each rank has multiplied the shards that it holds; empty where nothing is wrong."""

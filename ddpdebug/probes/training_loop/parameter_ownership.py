@@ -1,4 +1,4 @@
-"""The owners of parameters: models, optimizers, the graph. Examined in a few early steps only."""
+"""The owners of parameters: models, optimizers, the graph. Examined in a few early steps, and where gradients end."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class Audit:
         self._frozen = 0.0
         self._norms = 0
         self._output = OutputLayer()
+        self._deserted: int | None = None  # the first step of this stage in which no parameter had a gradient
 
     def begin(self) -> None:
         """Begin another stage of training, which may leave out parameters that an earlier one trained."""
         self._trained.update((key, seen) for key, seen in self._followed.items() if seen.is_alive())
-        self._marked, self._followed, self._frozen, self._norms = {}, {}, 0.0, 0
+        self._marked, self._followed, self._frozen, self._norms, self._deserted = {}, {}, 0.0, 0, None
         self._output = OutputLayer()
 
     def built(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,13 +69,29 @@ class Audit:
         if step == 0:
             self._followed = {id(p): internals.Seen(p) for p in _params(self._all.optimizers)}
         if step == FIRST:
-            self._marked = {id(p): (internals.Seen(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
+            self._mark(wrappers)
             self._frozen, self._norms = self._frozen_share(optimizer), _only_norms(optimizer, wrappers)
             if attribute := _said_frozen(wrappers):
                 return FrozenParameters(step=step, share=0.0, attribute=attribute)
         if step == AGAIN:
             return self._still_missing(step, wrappers)
-        return self._still_frozen(step, optimizer, wrappers) if step == LATER else None
+        if step == LATER:
+            return self._still_frozen(step, optimizer, wrappers)
+        return self._replaced(step, wrappers) if step > AGAIN and _is_deserted(optimizer) else None
+
+    def _replaced(self, step: int, wrappers: Sequence[Wrapper | PlainModel]) -> MissingParameters | None:
+        """Look again once none of the optimizer's parameters has a gradient: others may stand in their places."""
+        if self._deserted is None:
+            self._deserted = step
+            self._mark(wrappers)
+        elif step >= self._deserted + AGAIN - FIRST and self._marked:
+            found = self._still_missing(self._deserted, wrappers)
+            self._marked = {}
+            return found if found is not None and found.orphans else None
+        return None
+
+    def _mark(self, wrappers: Sequence[Wrapper | PlainModel]) -> None:
+        self._marked = {id(p): (internals.Seen(p), internals.version_of(p)) for _, p in self._missing(wrappers)}
 
     def output(self, root: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
         """Examine the layer that made a model's output, in a training forward, before its graph is freed."""
@@ -266,6 +283,14 @@ def unregistered(
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             found.append(leaf)
     return sorted(_place(root, leaf) for leaf in found)[:_MAX_NAMES]
+
+
+def _is_deserted(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether no parameter of an optimizer has a gradient; in each step, which ends at the first that has."""
+    for p in internals.params(optimizer):  # noqa: SIM110 - as a generator it would be the collector's to count
+        if p.grad is not None:
+            return False
+    return True
 
 
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
