@@ -123,7 +123,8 @@ class Coverage:
         gradients: whether gradients were ever compared, or seen in a world of one.
         losses: whether a loss was ever seen.
         validated: whether a validation loss was ever told or seen.
-        own: whether parameters differed in each step that was compared: no DDP averages them, or local steps or a Join are declared.
+        own: whether parameters differed in each step that was compared: no DDP averages them, or the script says that
+            they may differ (local steps, a Join).
         never: ranks of which no row was ever seen, at most `MAX_RANKS`; empty until some was.
         apart: why the ranks cannot be compared, or not any more; empty while they can.
         ranks: the ranks' own accounts, as far as they are known, by rank.
