@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.isolation.foreign import is_a
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
 from ddpdebug.probes.step_state import StepState
@@ -43,6 +44,8 @@ class Followed:
 
         Where another thread steps what is followed here, nothing can be told from its gradients any more.
         """
+        if self._fills_state(optimizer):
+            return False
         if (self._state.in_backward and self._threads.is_autograd()) or self._threads.begins():
             return True
         stepped = set(map(id, internals.params(optimizer)))
@@ -54,3 +57,17 @@ class Followed:
                 )
                 self._guard.tell("threads", what)
         return False
+
+    def _fills_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step is none of training: `get_optimizer_state_dict` makes one, at a rate of 0."""
+        since = self._state.since
+        if since.micro_batches or self._state.in_backward or internals.state(optimizer):
+            return False
+        rates = [group.get("lr") for group in internals.groups(optimizer)]
+        return bool(rates) and all([_is_zero(rate) for rate in rates])
+
+
+def _is_zero(rate: Any) -> bool:
+    if is_a(rate, torch.Tensor):
+        return rate.device.type == "cpu" and rate.numel() == 1 and rate.item() == 0
+    return type(rate) in {float, int} and rate == 0
