@@ -21,7 +21,7 @@ from ddpdebug.detectors.kinds import ComparisonRule
 from ddpdebug.diagnosis.local_steps import LocalSteps, mark, unmarked
 from ddpdebug.diagnosis.places import Places
 from ddpdebug.diagnosis.root_causes import Group, Incidents
-from ddpdebug.schema.announcements import Announcement, Failure, Scope, scope_of
+from ddpdebug.schema.announcements import Announcement, Dropped, Failure, Scope, scope_of
 from ddpdebug.schema.details import KINDS, Detail
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.requests import Request
@@ -121,6 +121,14 @@ _LOCAL: dict[str, Any] = {
     "actions": ("if the ranks are to agree in each step, wrap the model in DDP, and leave `no_sync()` out",),
 }
 
+#: Likewise, once they are gone.
+_DROPPED: dict[str, Any] = {
+    "severity": Severity.INFO,
+    "title": "each rank has trained a model of its own for a while, and dropped it",
+    "causes": ("intended: a probe of the features, a trial, a search",),
+    "actions": ("if what comes of it is used on all ranks, average its gradients, or broadcast it",),
+}
+
 
 class Diagnosis:
     """The rules and their state: takes steps, details and announcements, and returns findings.
@@ -210,6 +218,11 @@ class Diagnosis:
         requests, self._outbox = self._outbox, []
         return requests
 
+    def _drop(self, optimizer: int) -> None:
+        self._undecided.pop(optimizer, None)
+        if self.local_steps.drop(optimizer):
+            self._incidents.settle(optimizer, _OF_REPLICAS, _DROPPED)
+
     def answer(
         self, rank: int, optimizer: int, step: int, kind: str, value: Detail | None, *, last: bool = False
     ) -> None:
@@ -254,6 +267,8 @@ class Diagnosis:
                 self._held.append(found := _Held(topic))
             found.values[rank] = value
             return
+        if topic.startswith(f"{Dropped.topic}:"):
+            self._drop(int(topic.rpartition(":")[2]))
         if scope is Scope.ALONE:
             if topic == Failure.topic:
                 self._release(everything=True)  # what the rank said before it failed may be why

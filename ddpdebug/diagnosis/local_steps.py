@@ -1,6 +1,7 @@
 """Local SGD, distinguished from replicas that diverge by mistake: these train apart and are averaged again and again.
 
-Who averages the parameters is not looked at, a library or a loop by hand: what counts is that replicas which had parted
+So is what each rank trains for a while and drops, beside a model that has a DDP: a probe of its features, a trial. Who
+averages the parameters is not looked at, a library or a loop by hand: what counts is that replicas which had parted
 agree again. Torch-free.
 """
 
@@ -51,6 +52,7 @@ class LocalSteps:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._patience = int(LOCAL_STEPS.within(config))
         self._replicas: dict[int, _Replicas] = {}
+        self._dropped = set[int]()  # optimizers that have gone with their parameters
 
     def read(self, step: Step) -> bool:
         """Take the next step into account; return whether it shows that what was taken for a mistake is local SGD."""
@@ -63,6 +65,8 @@ class LocalSteps:
             if known is None:
                 known = self._replicas[step.optimizer] = _Replicas(alike=step.agrees("params_before_digest"))
             self._look(step, known)
+            if step.optimizer in self._dropped:  # their last steps may come after the news
+                self.drop(step.optimizer)
         return before is _Kind.PARTED and known is not None and known.kind is _Kind.LOCAL
 
     def _look(self, step: Step, known: _Replicas) -> None:
@@ -84,6 +88,15 @@ class LocalSteps:
                 known.kind = _Kind.UNDECIDED if known.apart <= self._patience else _Kind.PARTED
         elif known.kind is _Kind.UNDECIDED:
             known.kind = _Kind.PARTED  # they synchronise again, and were not averaged before
+
+    def drop(self, optimizer: int) -> bool:
+        """Take into account that an optimizer has gone with its parameters; return whether it was a mistake so far."""
+        self._dropped.add(optimizer)
+        known = self._replicas.get(optimizer)
+        before = None if known is None else known.kind
+        if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED}:
+            known.kind = _Kind.LOCAL
+        return before is _Kind.PARTED
 
     def undecided(self, step: Step) -> bool:
         """Whether later steps must show why the replicas diverge in this one."""

@@ -37,7 +37,7 @@ from ddpdebug.probes.step_veto import StepVeto
 from ddpdebug.probes.training_events import Bus, Tensors
 from ddpdebug.probes.training_loop.loss_graph import divisor, share
 from ddpdebug.probes.values import loss_reader, rng_digest
-from ddpdebug.schema.announcements import Announce, CutBackward
+from ddpdebug.schema.announcements import Announce, CutBackward, Dropped
 from ddpdebug.schema.row import Flag
 
 _OUTPUT_BYTES = 1 << 16
@@ -128,6 +128,7 @@ class Recorder:
         self._fused: OptimizerWatch | None = None
         self._fused_stepped = False
         self._stepping: list[int] = []
+        self._gone: list[OptimizerWatch] = []  # ended, of parameters without a DDP
         self._now = state.clock.now
         self._pre: tuple[OptimizerWatch, StepRecord, float] | None = None
         self._hand: HandWatch | None = None
@@ -148,6 +149,7 @@ class Recorder:
         bus.on("probe:optimizer", events.StepBegan, self.pre_step)
         bus.on("probe:optimizer", events.StepEnded, self.post_step)
         bus.on("probe:optimizer", events.StepSkipped, self._skipped)
+        bus.on("probe:optimizer", events.GroupEnds, lambda _: self._tell_dropped())
         bus.on("probe:by-hand", events.BackwardEnded, self._open_by_hand)
         bus.on("probe:by-hand", events.ForwardBegan, self._close_by_hand)
         bus.on("probe:by-hand", events.ModuleForwardBegan, self._close_by_hand)
@@ -437,9 +439,24 @@ class Recorder:
 
     def _ended(self, watch: OptimizerWatch) -> None:
         self._bus.emit(events.OptimizerEnded(watch))
+        if not watch.wrappers and self._state.world > 1:
+            self._gone.append(watch)
+
+    def _tell_dropped(self) -> None:
+        """Announce which optimizers have gone with their parameters, while one whose gradients are reduced is alive."""
+        stay = [w for w in self._state.watches if w.optimizers() and (w.wrappers or w.sharding is not None)]
+        if not self._gone or not stay:
+            return
+        for watch in self._gone:
+            watch.forget()  # else their memory is kept for a last look
+        dropped = [watch for watch in self._gone if not watch.number()]
+        self._gone = [watch for watch in self._gone if watch not in dropped]
+        for watch in dropped:
+            self._announce(Dropped(step=self._state.next_step()), watch.index)
 
     def end(self) -> None:
         """Announce that no optimizer steps any more."""
+        self._tell_dropped()
         for watch in self._state.watches:
             self._ended(watch)
 
@@ -450,6 +467,8 @@ class Recorder:
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
             watch.sharding = run("probe:sharding", self._look_at_meshes, watch)
+        if self._gone and (watch.wrappers or watch.sharding is not None):
+            self._tell_dropped()
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
         flags |= Flag.SHARDED if watch.sharding is not None else Flag(0)
         flags |= contract.flags(watch) | (Flag.LOCAL_ONLY if self._state.averages else Flag(0))

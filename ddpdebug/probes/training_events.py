@@ -652,6 +652,6 @@ class GroupEnds(Event):
         last: the default group ends, and with it all others.
     """
 
-    order = ("probe:by-hand", "probe:last-state", "exchange:part")
+    order = ("probe:by-hand", "probe:last-state", "probe:optimizer", "exchange:part")
 
     last: bool = True

@@ -72,8 +72,11 @@ class Issued(Protocol):
 class Recorder(Protocol):
     """Torch's record of collectives."""
 
+    def entered(self) -> Mapping[str, int]:
+        """Return what the groups have counted themselves; at any time."""
+
     def counts(self, *, exact: bool = False) -> Mapping[str, tuple[int, int]] | None:
-        """Return (entered, completed) by group; with `exact` exact ones, even if that costs more."""
+        """Return (entered, completed) by group; with `exact` exact ones, even if that costs more. Not at any time."""
 
     def newest(self) -> Sequence[Issued]:
         """Return the newest collectives, oldest first."""
@@ -161,7 +164,7 @@ class Watcher:
         self._recorder, self._members, self._thread = recorder, members, thread
         self._step, self._workers, self.notes = step, workers, NoNotes() if notes is None else notes
         self._signature: object = None
-        self._counted: dict[str, tuple[int, int]] = {}
+        self._counted: dict[str, tuple[int, int]] | None = None  # by the record, since the thread stands where it does
         self._exact = 0.0
         self._since = self._moved = time.monotonic()
         self._looked = self._since
@@ -176,20 +179,18 @@ class Watcher:
         """Return the present progress of this rank; counts of collectives that do not move are exact."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
-        counts = self._counts()
-        if counts == self._counted or self._recorder.has_messages or now - self._exact >= _EXACT_SECONDS:
-            counts, self._exact = self._counts(exact=True), now
-        self._counted = counts
+        number = self.notes.number
+        entered = {group: number(group, count) for group, count in self._recorder.entered().items()}
         step = self._step()
-        signature = frames.signature(stack), tuple(counts.values()), step
+        signature = frames.signature(stack), tuple(entered.values()), step
         if signature != self._signature:
-            self._signature, self._since, self._moved = signature, now, now
-            self._usage, self._samples = None, 0
-            self._blocked.clear()
+            self._signature, self._counted = signature, None
+            self._moves(now)
         elif now - self._looked > _PAUSE_SECONDS:  # SIGSTOP, a machine that slept: nobody could have moved
             pause = now - self._looked - _PAUSE_SECONDS
             self._since, self._moved, self._usage, self._samples = self._since + pause, self._moved + pause, None, 0
         self._looked = now
+        counts = self._standing(now) if now - self._since >= WAIT_SECONDS else {}
         same = round(now - self._since, 2)
         at = frames.look(stack, self._recorder.meetings)
         waits: tuple[Call, ...] = ()
@@ -218,15 +219,30 @@ class Watcher:
             same=same,
             still=round(self._still(now), 2),
             waits=waits,
-            entered={group: entered for group, (entered, _) in counts.items()},
+            entered={group: count for group, (count, _) in counts.items()} or entered,
             recent=recent[-MOST_RECENT:] if same >= 2 * WAIT_SECONDS else (),
             workers=workers,
             kernel=shown,
             stack=at.stack,
         )
 
+    def _moves(self, now: float) -> None:
+        self._since = self._moved = now
+        self._usage, self._samples = None, 0
+        self._blocked.clear()
+
+    def _standing(self, now: float) -> dict[str, tuple[int, int]]:
+        """Return the counts of torch's record, by which a thread that stands still may be seen to move."""
+        counts, before = self._counts(), self._counted
+        if counts == before or self._recorder.has_messages or now - self._exact >= _EXACT_SECONDS:
+            counts, self._exact = self._counts(exact=True), now
+        self._counted = counts
+        if before is not None and counts != before:
+            self._moves(now)
+        return counts
+
     def entered(self) -> dict[str, int]:
-        """Return the exact number of entered collectives by group; from any thread."""
+        """Return the exact number of entered collectives by group, once nothing is trained any more."""
         return {group: entered for group, (entered, _) in self._counts(exact=True).items()}
 
     def _counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]]:

@@ -119,6 +119,11 @@ class MeshPlace(Announcement, topic="mesh"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped(StepFact, topic="dropped", scope=Scope.ALONE):
+    """The k-th optimizer, of parameters without a DDP, is gone with them, while one that has a DDP is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision(StepFact, topic="precision"):
     """The precision of the k-th DDP's first training forward."""
 

@@ -47,9 +47,14 @@ class Record:
     meetings = ("_store_based_barrier",)
     is_counted = has_messages = False
     exact: int = 0
+    read: int = 0
+
+    def entered(self) -> dict[str, int]:
+        return {group: entered for group, (entered, _) in (self.known or {}).items()}
 
     def counts(self, *, exact: bool = False) -> dict[str, tuple[int, int]] | None:
         self.exact += exact
+        self.read += 1
         return self.known
 
     def newest(self) -> list[Entry]:
@@ -100,21 +105,26 @@ def blocked() -> None:
     threading.Event().wait(3600)
 
 
-def test_entries_are_not_read_while_collectives_come_and_go() -> None:
-    """Reading a full recorder takes as long as a short step."""
+def test_the_record_is_not_read_while_the_training_goes_on() -> None:
+    """Torch reads its tables without a lock: a first collective at that moment ends the process."""
     record = Record({"0": (1, 1)})
     with watched(blocked, record) as watcher:
-        watcher.look()
-        before = record.exact
         for number in range(2, 20):
             record.known = {"0": (number, number)}
-            watcher.look()
-        assert record.exact == before
-        watcher.look()  # nothing has come
-        assert record.exact == before + 1
-        record.known, record.has_messages = {"0": (30, 30)}, True  # which are counted as collectives
-        watcher.look()
-        assert record.exact == before + 2
+            assert watcher.look().entered == {"0": number}
+        assert not record.read
+        looks(watcher, stands_for(2 * WAIT_SECONDS))
+        assert record.read
+
+
+def test_a_collective_that_ends_is_seen_by_the_record() -> None:
+    """The thread stays where it is, and the groups have counted nothing new."""
+    record = Record({"0": (6, 5)})
+    with watched(blocked, record) as watcher:
+        looks(watcher, stands_for(2 * WAIT_SECONDS))
+        record.known = {"0": (6, 6)}
+        looks(watcher, lambda look: look.same < WAIT_SECONDS)
+        looks(watcher, stands_for(2 * WAIT_SECONDS))
 
 
 def test_a_thread_that_waits_for_a_lock() -> None:
