@@ -124,7 +124,7 @@ _LOCAL: dict[str, Any] = {
 #: Likewise, once they are gone.
 _DROPPED: dict[str, Any] = {
     "severity": Severity.INFO,
-    "title": "each rank has trained a model of its own for a while, and dropped it",
+    "title": "each rank has trained a model of its own for a while, beside the one that has a DDP",
     "causes": ("intended: a probe of the features, a trial, a search",),
     "actions": ("if what comes of it is used on all ranks, average its gradients, or broadcast it",),
 }
@@ -194,7 +194,8 @@ class Diagnosis:
             held.steps += 1
         step = unmarked(step)
         if self.local_steps.read(step):
-            self._incidents.settle(step.optimizer, _OF_REPLICAS, _LOCAL)
+            beside = self.local_steps.is_beside(step.optimizer)
+            self._incidents.settle(step.optimizer, _OF_REPLICAS, _DROPPED if beside else _LOCAL)
         self._queue.append(_Queued(step if step.facts is self.facts else replace(step, facts=self.facts)))
         if len(self._queue) == 1:  # of others it is known in the tick what those before them have shown
             self._ask(self._queue[0])
@@ -320,7 +321,8 @@ class Diagnosis:
                 self._ask(self._queue[0])
             self._judge_as_meant(self._queue.popleft())
         for optimizer in list(self._undecided):
-            self._judge_parted(optimizer)
+            if not self.local_steps.is_beside(optimizer):
+                self._judge_parted(optimizer)
         for rule in list(self._rules):
             self._remind(rule)
             self._admit([(rule, f, None) for f in self._findings(rule, rule.finish)], None)

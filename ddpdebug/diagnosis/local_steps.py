@@ -1,8 +1,9 @@
 """Local SGD, distinguished from replicas that diverge by mistake: these train apart and are averaged again and again.
 
-So is what each rank trains for a while and drops, beside a model that has a DDP: a probe of its features, a trial. Who
-averages the parameters is not looked at, a library or a loop by hand: what counts is that replicas which had parted
-agree again. Torch-free.
+So is what each rank trains for a while beside a model that has a DDP, and drops, or with which the run ends: a probe of
+its features, a trial, a calibration. Steps that take turns with those of the DDP are none of that. Who averages the
+parameters is not looked at, a library or a loop by hand: what counts is that replicas which had parted agree again.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class _Replicas:
     apart: int = 0  # checked steps without synchronisation, from the first that differed
     differed: bool = False  # the parameters themselves, not only the gradients, since they agreed
     averages: int = 0  # how often they agreed again after they had parted for longer than the patience
+    began: int = 0  # steps with a DDP, or sharded ones, before the first
+    newest: int = 0  # likewise, before the newest
 
 
 class LocalSteps:
@@ -53,17 +56,24 @@ class LocalSteps:
         self._patience = int(LOCAL_STEPS.within(config))
         self._replicas: dict[int, _Replicas] = {}
         self._dropped = set[int]()  # optimizers that have gone with their parameters
+        self._reduced = 0  # steps so far whose gradients a DDP or FSDP2 reduces
 
     def read(self, step: Step) -> bool:
         """Take the next step into account; return whether it shows that what was taken for a mistake is local SGD."""
         known = self._replicas.get(step.optimizer)
         before = None if known is None else known.kind
+        if not step.any(Flag.LAST_STATE):  # what is left at the end comes in no order
+            self._reduced += step.any(Flag.SHARDED) or not step.all(Flag.NO_DDP)
         averaged = step.any(Flag.LOCAL_ONLY) and step.all(Flag.NO_DDP)  # with a DDP it may come of a Join
         if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED} and averaged:
             known.kind = _Kind.LOCAL
         if len(step.rows) > 1 and not step.any(_DECLARED):
             if known is None:
-                known = self._replicas[step.optimizer] = _Replicas(alike=step.agrees("params_before_digest"))
+                alike = step.agrees("params_before_digest")
+                known = self._replicas[step.optimizer] = _Replicas(alike=alike, began=self._reduced)
+            elif known.newest != self._reduced:
+                known.began = 0  # they take turns
+            known.newest = self._reduced
             self._look(step, known)
             if step.optimizer in self._dropped:  # their last steps may come after the news
                 self.drop(step.optimizer)
@@ -97,6 +107,11 @@ class LocalSteps:
         if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED}:
             known.kind = _Kind.LOCAL
         return before is _Kind.PARTED
+
+    def is_beside(self, optimizer: int) -> bool:
+        """Whether all steps of an optimizer came one after the other, behind some of a model that has a DDP."""
+        known = self._replicas.get(optimizer)
+        return optimizer in self._dropped or (known is not None and known.began > 0)
 
     def undecided(self, step: Step) -> bool:
         """Whether later steps must show why the replicas diverge in this one."""
