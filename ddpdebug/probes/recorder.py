@@ -492,7 +492,7 @@ class Recorder:
 
     def _look_at_meshes(self, watch: OptimizerWatch) -> Sharding | None:
         """Find out which ranks share what, and announce it."""
-        found = sharding_of(watch.names, watch.params, watch.owned, self._state.world)
+        found = sharding_of(watch.names, watch.params, watch.owned, self._state.world, first=watch.step == 0)
         if found is None:
             known = watch.is_loose and any([other.sharding is not None for other in self._state.watches])
             return uncompared(watch.names) if known else None

@@ -24,6 +24,8 @@ from ddpdebug.schema.announcements import MeshPlace
 from ddpdebug.schema.details import part_name
 from ddpdebug.schema.row import CLASS_SLOTS
 
+#: Matrices whose first values are told, and rows of each that are read.
+_DRAWN, _ROWS = 4, 16
 #: A class that all ranks are in, in words.
 _EVERYWHERE = "all ranks"
 #: Plain parameters of these names are of a rank's own experts; shared experts are on all ranks.
@@ -106,12 +108,15 @@ def uncompared(names: Sequence[str]) -> Sharding:
     return Sharding((None,) * number, keys=(), holders=nothing, names=tuple(names), place=MeshPlace(), text=text)
 
 
-def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[bool], world: int) -> Sharding | None:
+def sharding_of(
+    names: Sequence[str], params: Sequence[Any], owned: Sequence[bool], world: int, *, first: bool = False
+) -> Sharding | None:
     """Return the classes of an optimizer's parameters; None if it has no DTensors of its own.
 
     Args:
         owned: which of them a DDP has, and are compared as its.
         world: number of ranks.
+        first: nothing was trained yet.
     """
     if not internals.any_distributed(params):
         return None
@@ -162,8 +167,30 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], owned: Sequence[boo
             alone=alone,
             model=f"{model:016x}",
             staged=internals.has_stages(),
+            drawn=_drawn(names, words, params, layouts) if first else {},
         ),
     )
+
+
+def _drawn(
+    names: Sequence[str], words: Sequence[str | None], params: Sequence[Any], layouts: Sequence[internals.Layout | None]
+) -> dict[str, str]:
+    """Return marks of the first values of the largest matrices that are cut; of those with equal rows there is none.
+
+    On the CPU alone: nothing waits for a device.
+    """
+    rows = [
+        (part_name(name, text), internals.held_here(parameter))
+        for name, text, parameter, layout in zip(names, words, params, layouts, strict=True)
+        if text is not None and layout is not None and layout.apart and len(layout.shape) > 1
+        if not is_of_experts(name)
+    ]
+    found: dict[str, str] = {}
+    for part, held in sorted(rows, key=lambda row: (-row[1].numel(), row[0]))[:_DRAWN]:
+        marks = fingerprint.row_fingerprints(held, held.nbytes // max(1, held.shape[0]), _ROWS)
+        if len(marks) > 1 and len({*marks}) == len(marks):
+            found[part] = f"{fingerprint.combine(marks):016x}"
+    return found
 
 
 def is_of_experts(name: str) -> bool:

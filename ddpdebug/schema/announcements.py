@@ -107,6 +107,7 @@ class MeshPlace(Announcement, topic="mesh"):
         beside: other groups of the script that the rank is in, smaller than the world.
         model: digest of the parameters' names, whole shapes, dtypes and placements.
         staged: the job may be a pipeline, whose stages one model is made of.
+        drawn: part of a matrix ("head.weight [dp 0 of 2]") -> mark of its rows at the first step; the largest ones.
     """
 
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class MeshPlace(Announcement, topic="mesh"):
     beside: tuple[tuple[int, ...], ...] = ()
     model: str = ""
     staged: bool = False
+    drawn: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

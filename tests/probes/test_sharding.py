@@ -177,3 +177,32 @@ def test_shares_of_a_norm_add_up() -> None:
     assert found["part_norm"] == pytest.approx(29**0.5)
     assert found["share_norm"] == pytest.approx((9 / 2 + 4 / 4 + 16) ** 0.5)
     assert sharding.norms({0: 3.0}, [0, 1]) == {}
+
+
+def _drawn(rank: int, values: torch.Tensor, *, first: bool = True, name: str = "w") -> dict[str, str]:
+    from torch.distributed.tensor import DTensor, Shard
+
+    _as_rank(rank)
+    part = DTensor.from_local(values, _mesh((4,), ("dp",)), (Shard(0),), run_check=False)
+    found = sharding_of(*_watch(**{name: part}), _WORLD, first=first)
+    assert found is not None
+    return dict(found.place.drawn)
+
+
+def test_parts_that_begin_alike_have_one_mark() -> None:
+    one, other = (_drawn(rank, torch.arange(12.0).view(4, 3)) for rank in (0, 3))
+    assert [*one] == ["w [dp 0 of 4]"]
+    assert [*other] == ["w [dp 3 of 4]"]
+    assert [*one.values()] == [*other.values()]
+    assert [*_drawn(1, torch.arange(12.0).view(4, 3) + 1).values()] != [*one.values()]
+
+
+@pytest.mark.parametrize("values", [torch.ones(4, 3), torch.ones(4), torch.ones(0, 3), torch.ones(1, 3)])
+def test_what_was_not_drawn_has_none(values: torch.Tensor) -> None:
+    assert _drawn(0, values) == {}
+
+
+def test_experts_may_be_copies_and_trained_parts_are_not_read() -> None:
+    values = torch.arange(12.0).view(4, 3)
+    assert _drawn(0, values, name="experts.w") == {}
+    assert _drawn(0, values, first=False) == {}
