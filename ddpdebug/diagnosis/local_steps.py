@@ -41,7 +41,7 @@ class _Replicas:
     apart: int = 0  # checked steps without synchronisation, from the first that differed
     differed: bool = False  # the parameters themselves, not only the gradients, since they agreed
     averages: int = 0  # how often they agreed again after they had parted for longer than the patience
-    began: int = 0  # steps with a DDP, or sharded ones, before the first
+    began: int = 0  # steps with a DDP, or sharded ones, before the first, if these have none
     newest: int = 0  # likewise, before the newest
 
 
@@ -62,15 +62,17 @@ class LocalSteps:
         """Take the next step into account; return whether it shows that what was taken for a mistake is local SGD."""
         known = self._replicas.get(step.optimizer)
         before = None if known is None else known.kind
+        reduced = step.any(Flag.SHARDED) or not step.all(Flag.NO_DDP)
         if not step.any(Flag.LAST_STATE):  # what is left at the end comes in no order
-            self._reduced += step.any(Flag.SHARDED) or not step.all(Flag.NO_DDP)
+            self._reduced += reduced
         averaged = step.any(Flag.LOCAL_ONLY) and step.all(Flag.NO_DDP)  # with a DDP it may come of a Join
         if known is not None and before in {_Kind.UNDECIDED, _Kind.PARTED} and averaged:
             known.kind = _Kind.LOCAL
         if len(step.rows) > 1 and not step.any(_DECLARED):
             if known is None:
                 alike = step.agrees("params_before_digest")
-                known = self._replicas[step.optimizer] = _Replicas(alike=alike, began=self._reduced)
+                began = 0 if reduced else self._reduced
+                known = self._replicas[step.optimizer] = _Replicas(alike=alike, began=began)
             elif known.newest != self._reduced:
                 known.began = 0  # they take turns
             known.newest = self._reduced
@@ -123,8 +125,9 @@ class LocalSteps:
         return known is not None and known.kind is _Kind.PARTED
 
     def marked(self, step: Step) -> Step:
-        """Return the step, with the flags of local SGD if it belongs to it."""
-        return mark(step) if self._is(step, _Kind.LOCAL) else step
+        """Return the step, with the flags of local SGD if it belongs to it, or is beside the training so far."""
+        beside = self.is_beside(step.optimizer) and self.undecided(step)
+        return mark(step) if beside or self._is(step, _Kind.LOCAL) else step
 
     def _is(self, step: Step, kind: _Kind) -> bool:
         known = self._replicas.get(step.optimizer)
