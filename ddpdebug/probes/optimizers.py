@@ -130,7 +130,7 @@ class OptimizerWatch:
     def forget(self) -> None:
         """Drop the parameters once no optimizer has them: watching a model must not keep it alive."""
         if not self.optimizers():
-            self._forgotten |= {id(p): internals.Seen(p) for p in self.params}
+            self._forgotten |= {} if self._aliased else {id(p): internals.Seen(p) for p in self.params}
             self.names, self.params, self.ids, self.owned = [], [], [], []
             self.owners, self.wrappers, self._key, self._sign, self.table = [], [], (), (), ()
 
