@@ -13,12 +13,14 @@ from ddpdebug.torch_internals.names import (
     dispatch_mode as _dispatch_mode,
     dispatch_modes as dispatch_modes,
     function_modes as function_modes,
+    pre_dispatch_mode as _pre_dispatch_mode,
     top_function_mode as top_function_mode,
     transform as transform,
     without_dispatch as _without_dispatch,
     without_function as _without_function,
 )
 
+_PROXY = getattr(_MODE_KINDS, "PROXY", None)
 _OF_GRAPHS = [getattr(_MODE_KINDS, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_MODE_KINDS, name)]
 
 
@@ -32,7 +34,8 @@ def is_made_a_graph() -> bool:
 
     The tensors carry that on where modes are stepped aside of.
     """
-    return any([_dispatch_mode(kind) is not None for kind in _OF_GRAPHS])
+    above = [_pre_dispatch_mode(kind) for kind in _OF_GRAPHS if kind is _PROXY]
+    return any([mode is not None for mode in [*above, *map(_dispatch_mode, _OF_GRAPHS)]])
 
 
 def aside_of_modes(probe: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -239,6 +239,10 @@ _GRAPHS_OFF = "what is made a graph, or runs with fake tensors, is looked at"
 dispatch_mode: Callable[[Any], object | None] = thing(
     "torch._C._get_dispatch_mode", _STAND_ASIDE, otherwise=_none_of, off=_GRAPHS_OFF
 )
+#: The same of the modes above autograd, which are on no stack of a thread: of `make_fx(pre_dispatch=True)`, and export.
+pre_dispatch_mode: Callable[[Any], object | None] = thing(
+    "torch._ops._get_dispatch_mode_pre_dispatch", _STAND_ASIDE, otherwise=_none_of, off=_GRAPHS_OFF
+)
 MODE_KINDS: Any = thing("torch._C._TorchDispatchModeKey", _STAND_ASIDE, otherwise=None, off=_GRAPHS_OFF)
 #: The mode over torch's functions that the next one is given to first, None without any.
 top_function_mode: Callable[[], object | None] = thing(

@@ -31,14 +31,15 @@ def evaluation(x, targets):
         return F.cross_entropy(model(x), targets) + nn.MSELoss()(model(x), torch.zeros(8, 3))
 
 
-def nodes_of(function, mode, x):
-    traced = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(x, targets)
+def nodes_of(function, mode, x, **options):
+    traced = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True, **options)(x, targets)
     return len(traced.graph.nodes), digest([str(node.target) for node in traced.graph.nodes])
 
 
 targets = torch.arange(8) % 3
 losses = train(model, optimizer, batches())
 nodes = [nodes_of(one, mode, x) for one in (step, evaluation) for mode in ("real", "fake", "symbolic") for x in batches(1)]
+nodes += [nodes_of(evaluation, mode, x, pre_dispatch=True) for mode in ("real", "fake") for x in batches(1)]
 
 shapes = ShapeEnv()
 with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True):
