@@ -46,7 +46,7 @@ def _is_replica(name: str, buffer: torch.Tensor) -> bool:
         internals.is_distributed(buffer)
         or buffer.is_meta
         or is_of_experts(name.rpartition(".")[0])
-        or buffer.nbytes > _LARGEST
+        or buffer.numel() * buffer.itemsize > _LARGEST  # a sparse one has no `nbytes`
     )
 
 

@@ -124,7 +124,7 @@ class Entries:
         self._undo: list[tuple[str, Callable[[], Any]]] = []
         self._sees_modules: bool | None = None  # whether calls of modules are looked at; None until somebody asks
         doors = [getattr(kind, name) for kind in (_Door, ModuleCalls) for name in ("begins", "ended", "failed")]
-        for function in (Guard.run, _Hook.__call__, _Step.__call__, *doors):
+        for function in (Guard.run, _Hook.__call__, _Step.__call__, *doors, *internals.asked_by_woven_code(_Door)):
             internals.leave_uncompiled(function)
 
     # --- wrappers -----------------------------------------------------------------------------------------------------

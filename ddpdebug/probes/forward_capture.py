@@ -454,7 +454,7 @@ class _Model:
         for name, _, ref, key in copied:
             if (buffer := _buffer(ref(), key)) is None:
                 continue
-            room -= buffer.nbytes
+            room -= buffer.numel() * buffer.itemsize  # a sparse one has no `nbytes`
             if room >= 0 and buffer.device.type == "cpu":
                 names.append(name)
                 buffers.append(buffer)

@@ -271,7 +271,7 @@ class LoopCalls:
         lists = [event.outputs, *(some for some, _ in self._lists)]
         if len(lists) > 1 + _MAX_GATHERS or type(event.outputs) is not list:
             return
-        if sum([o.nbytes for some in lists for o in some if is_a(o, torch.Tensor)]) <= BOUND:
+        if sum([o.numel() * o.itemsize for some in lists for o in some if is_a(o, torch.Tensor)]) <= BOUND:
             fact = announcements.Gathered(location=event.location, shapes=(tuple(event.tensor.shape),))
             self._lists.append((event.outputs, fact))
 

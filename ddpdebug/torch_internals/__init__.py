@@ -58,6 +58,7 @@ from ddpdebug.torch_internals.function_code import (
     NOTED as NOTED,
     Around as Around,
     InCode as InCode,
+    asked_by_woven_code as asked_by_woven_code,
     lies_around as lies_around,
     look_around as look_around,
 )

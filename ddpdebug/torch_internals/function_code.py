@@ -181,6 +181,12 @@ class _AroundNow(NamedTuple):
     undo: Callable[[], None]
 
 
+def asked_by_woven_code(kind: type[InCode]) -> list[Any]:
+    """Return the functions of properties that changed code reads, of a kind of looks and of several ones."""
+    read = [vars(one).get(name) for one in (kind, _Several) for name in ("idle", "of")]
+    return [one.fget for one in read if isinstance(one, property)]
+
+
 _around: weakref.WeakKeyDictionary[FunctionType, dict[str, _AroundNow]] = weakref.WeakKeyDictionary()
 
 

@@ -130,7 +130,9 @@ class _Watch:
 
 def _first_bad(gradients: Sequence[torch.Tensor | None]) -> str | None:
     for gradient in gradients:
-        if gradient is None or gradient.device.type != "cpu" or gradient.nbytes > _MAX_BYTES:
+        if gradient is None or gradient.device.type != "cpu" or gradient.layout is not torch.strided:
+            continue
+        if gradient.nbytes > _MAX_BYTES:
             continue
         seen = ranges.read(gradient)
         if seen is not None and (kinds := ranges.kinds_of(*seen)):

@@ -64,12 +64,13 @@ def step(x):
     loss = whole(x)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
     schedule.step()
     return loss.detach()
 
 
-losses += [step(x) for x in batches(count=3)]
+for x in batches(count=3):
+    losses.append(step(x))
+    optimizer.step()
 with torch.no_grad():
     model.eval(), whole(torch.ones(2, 16))
 report([plain, model, other], [], losses)
