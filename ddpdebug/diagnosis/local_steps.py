@@ -43,6 +43,7 @@ class _Replicas:
     averages: int = 0  # how often they agreed again after they had parted for longer than the patience
     began: int = 0  # steps with a DDP, or sharded ones, before the first, if these have none
     newest: int = 0  # likewise, before the newest
+    span: range = range(0)  # the numbers of its own, in a run that does not check each
 
 
 class LocalSteps:
@@ -76,6 +77,7 @@ class LocalSteps:
             elif known.newest != self._reduced:
                 known.began = 0  # they take turns
             known.newest = self._reduced
+            known.span = range(known.span.start if known.span else step.step, step.step + 1)
             self._look(step, known)
             if step.optimizer in self._dropped:  # their last steps may come after the news
                 self.drop(step.optimizer)
@@ -111,9 +113,10 @@ class LocalSteps:
         return before is _Kind.PARTED
 
     def is_beside(self, optimizer: int) -> bool:
-        """Whether all steps of an optimizer came one after the other, behind some of a model that has a DDP."""
+        """Whether all steps of an optimizer, a few, came one after the other, behind some of a model that has a DDP."""
         known = self._replicas.get(optimizer)
-        return optimizer in self._dropped or (known is not None and known.began > 0)
+        few = known is not None and known.began > 0 and len(known.span) <= self._patience
+        return optimizer in self._dropped or few
 
     def undecided(self, step: Step) -> bool:
         """Whether later steps must show why the replicas diverge in this one."""

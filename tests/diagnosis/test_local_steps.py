@@ -43,6 +43,12 @@ def test_steps_that_take_turns_are_of_one_training(local: LocalSteps) -> None:
     assert not local.is_beside(1)
 
 
+def test_a_second_stage_is_a_training_though_few_of_its_steps_are_checked(local: LocalSteps) -> None:
+    _read(local, _reduced(0), _reduced(1), *map(_beside, range(2, 300, 20)))
+    assert local.undecided(_beside(300))
+    assert not local.is_beside(1)
+
+
 def test_a_training_without_any_ddp_is_beside_nothing(local: LocalSteps) -> None:
     _read(local, _beside(0), _beside(1))
     assert not local.is_beside(1)
