@@ -7,14 +7,27 @@ from typing import Any
 
 from ddpdebug.detectors.comparison import MAX_NAMES, classes_of, culprits, values_of
 from ddpdebug.detectors.examples import step_at, steps, tables as ranks
-from ddpdebug.detectors.kinds import ComparisonRule, Examples, Findings, RankClasses, Severity, Step
+from ddpdebug.detectors.kinds import ComparisonRule, Examples, Fields, Findings, RankClasses, Severity, Step
 from ddpdebug.schema.details import BufferDigests, differing_names
 from ddpdebug.schema.row import Flag
 
 _USUAL: dict[str, Any] = {"digests": {"bn.running_mean": "a", "mask": "b"}}
 _ODD: dict[str, Any] = {"digests": {"bn.running_mean": "f", "mask": "b"}}
 _UNSENT = "DDP was made with `broadcast_buffers=False`, so nothing brings the ranks' buffers together"
-_OF_SHARDS = "FSDP2 broadcasts no buffers: each rank keeps what its own forwards, or its own counts, have written"
+_OF_SHARDS: Fields = {
+    "causes": (
+        "FSDP2 broadcasts no buffers: each rank keeps what its own forwards have written, as BatchNorm does",
+        "counts of tokens or samples, from which the script computes the buffer, that are not added up over the ranks",
+        "a buffer that nobody has filled again after `to_empty()`",
+    ),
+    "actions": (
+        "add up what the buffer is computed from: `dist.all_reduce(counts)`",
+        "use `SyncBatchNorm.convert_sync_batchnorm(model)` before `fully_shard`",
+        "before evaluation and saving broadcast or average them: `for b in model.buffers(): dist.broadcast(b, 0)`",
+    ),
+    # statistics are a rank's own there unless the script averages them, and training itself does not use them
+    "severity": Severity.WARNING,
+}
 
 
 class BuffersDiffer(ComparisonRule):
@@ -78,7 +91,7 @@ class BuffersDiffer(ComparisonRule):
             phase="not-broadcast" if unsent else "after-broadcast",
             evidence=evidence,
         )
-        if unsent:
-            finding = replace(finding, causes=(_OF_SHARDS if sharded else _UNSENT, *finding.causes[1:]))
-        # statistics are a rank's own there unless the script averages them, and training itself does not use them
-        yield replace(finding, severity=Severity.WARNING) if sharded else finding
+        if sharded:
+            yield replace(finding, **_OF_SHARDS)
+        else:
+            yield replace(finding, causes=(_UNSENT, *finding.causes[1:])) if unsent else finding
