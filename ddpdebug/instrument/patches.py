@@ -84,6 +84,7 @@ class Patches:
         self._entries, self._followed = entries_of(guard), Followed(state, guard)
         self._numerics, self._evaluations, self._functions = numerics, evaluations, functions
         self._steps = self._steps_before = 0  # optimizer steps that began; before the scaler's step
+        self._fills = False  # the step that runs is none of the training's
         self._used_up = False  # the generator that is given to a clipping has nothing more to give
         bus.on("probe:optimizer", events.ParametersUnwrapped, self._adopt)
 
@@ -92,7 +93,7 @@ class Patches:
         here, patch = self._followed.here, self._entries.patch
         self._entries.on_step(
             before=[_emits(events.StepBegan, self._step_begins)],
-            after=[self._event(events.StepEnded, lambda optimizer, *_: (optimizer,))],
+            after=[_emits(events.StepEnded, self._step_ended)],
             who=self._followed.step,
             why="the step of every optimizer",
             stop=self._stop,
@@ -334,9 +335,17 @@ class Patches:
         self._bus.emit(events.BackwardBegan([one for one in given if is_a(one, torch.Tensor)]))
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._fills = self._followed.fills_state(optimizer)
+        if self._fills:
+            return
         self._steps += 1
         closure = any(map(callable, args)) or callable(kwargs.get("closure"))  # torch passes itself among `args`
         self._bus.emit(events.StepBegan(optimizer, closure))
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._fills:
+            self._bus.emit(events.StepEnded(optimizer))
+        self._fills = False
 
     def _scaler_steps(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._steps_before = self._steps + self._unwatched.begun

@@ -44,8 +44,6 @@ class Followed:
 
         Where another thread steps what is followed here, nothing can be told from its gradients any more.
         """
-        if self._fills_state(optimizer):
-            return False
         if (self._state.in_backward and self._threads.is_autograd()) or self._threads.begins():
             return True
         stepped = set(map(id, internals.params(optimizer)))
@@ -58,7 +56,7 @@ class Followed:
                 self._guard.tell("threads", what)
         return False
 
-    def _fills_state(self, optimizer: torch.optim.Optimizer) -> bool:
+    def fills_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step is none of training: `get_optimizer_state_dict` makes one, at a rate of 0."""
         since = self._state.since
         if since.micro_batches or self._state.in_backward or internals.state(optimizer):
