@@ -171,7 +171,7 @@ class Watcher:
         self._usage: _Usage | None = None
         self._samples = 0  # of what was used, since anything was seen to move
         self._blocked: dict[tuple[int, int], float] = {}  # in uninterruptible I/O, and since when
-        self._main = 0
+        self._main, self._patience = 0, WAIT_SECONDS
         self._known: tuple[object, tuple[Call, ...], tuple[Call, ...]] = None, (), ()
         self._read = 0.0
 
@@ -179,8 +179,8 @@ class Watcher:
         """Return the present progress of this rank; counts of collectives that do not move are exact."""
         now, ident = time.monotonic(), self._thread()
         stack = frames.take(sys._current_frames().get(ident))  # noqa: SLF001 - documented, and there is no other way
-        number = self.notes.number
-        entered = {group: number(group, count) for group, count in self._recorder.entered().items()}
+        number, issued = self.notes.number, self._recorder.entered()
+        entered = {group: number(group, count) for group, count in issued.items()}
         step = self._step()
         signature = frames.signature(stack), tuple(entered.values()), step
         if signature != self._signature:
@@ -190,9 +190,9 @@ class Watcher:
             pause = now - self._looked - _PAUSE_SECONDS
             self._since, self._moved, self._usage, self._samples = self._since + pause, self._moved + pause, None, 0
         self._looked = now
-        counts = self._standing(now) if now - self._since >= WAIT_SECONDS else {}
-        same = round(now - self._since, 2)
         at = frames.look(stack, self._recorder.meetings)
+        counts = self._standing(now, is_safe=all(issued.values()) or _is_together(at))
+        same = round(now - self._since, 2)
         waits: tuple[Call, ...] = ()
         recent: tuple[Call, ...] = ()
         kind, shown, workers = at.kind, "", ""
@@ -228,11 +228,19 @@ class Watcher:
 
     def _moves(self, now: float) -> None:
         self._since = self._moved = now
-        self._usage, self._samples = None, 0
+        self._usage, self._samples, self._patience = None, 0, WAIT_SECONDS
         self._blocked.clear()
 
-    def _standing(self, now: float) -> dict[str, tuple[int, int]]:
-        """Return the counts of torch's record, by which a thread that stands still may be seen to move."""
+    def _standing(self, now: float, *, is_safe: bool) -> dict[str, tuple[int, int]]:
+        """Return the counts of torch's record, by which a thread that stands still may be seen to move.
+
+        Where a group has issued nothing yet, a thread outside of any collective (it loads something) may issue its
+        first one at any moment, and reading the record then ends the process: it is read ever more seldom.
+        """
+        stood = now - self._since
+        if stood < WAIT_SECONDS or (stood < self._patience and not is_safe):
+            return self._counted or {}
+        self._patience = 2 * stood
         counts, before = self._counts(), self._counted
         if counts == before or self._recorder.has_messages or now - self._exact >= _EXACT_SECONDS:
             counts, self._exact = self._counts(exact=True), now
@@ -325,7 +333,7 @@ class Watcher:
             return self._known[1:]
         self._read = now
         pending = [group for group, (entered, completed) in counts.items() if entered > completed]
-        together = at.kind in _COLLECTIVE or (bool(at.stack) and _DDP in at.stack[0])
+        together = _is_together(at)
         newest = self._recorder.newest() if pending or together else []
         members = self._members()
         noted = {(one.call.group, one.call.number): one.call for one in self.notes.kept() if one.call.number}
@@ -395,6 +403,11 @@ def _beside(ident: int) -> dict[int, kernel.Kernel]:
     others = [t.native_id for t in threading.enumerate() if not t.daemon and t.ident not in neither]
     shown = {native: kernel.thread(native) for native in others if native is not None}
     return {native: one for native, one in shown.items() if one is not None}
+
+
+def _is_together(at: frames.At) -> bool:
+    """Return whether a thread stands in what ranks do together."""
+    return at.kind in _COLLECTIVE or (bool(at.stack) and _DDP in at.stack[0])
 
 
 def _operation(at: frames.At) -> str:

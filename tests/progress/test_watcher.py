@@ -117,6 +117,17 @@ def test_the_record_is_not_read_while_the_training_goes_on() -> None:
         assert record.read
 
 
+def test_the_record_is_read_ever_more_seldom_where_a_group_has_issued_nothing() -> None:
+    """Its first collective may come at any moment, unless the thread stands in one that ranks make together."""
+    record = Record({"0": (6, 6), "new": (0, 0)})
+    with watched(blocked, record) as watcher:
+        looks(watcher, stands_for(10 * WAIT_SECONDS))
+        assert 2 <= record.read <= 8  # at 1, 2, 4 and 8 times the wait, then also exactly
+        record.known, before = {"0": (6, 6), "new": (1, 1)}, record.read
+        looks(watcher, stands_for(10 * WAIT_SECONDS))
+        assert record.read - before > 15
+
+
 def test_a_collective_that_ends_is_seen_by_the_record() -> None:
     """The thread stays where it is, and the groups have counted nothing new."""
     record = Record({"0": (6, 5)})
