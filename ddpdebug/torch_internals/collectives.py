@@ -5,8 +5,8 @@ traces are never asked for: the first call with them takes seconds and stops the
 of torch 2.13, measured: counts 0.02 to 0.2 ms, entries 0.1 ms for tens of them.
 
 Torch goes through its tables of groups without a lock. The process dies where another thread makes a group at that
-moment, or issues the first collective of one. So the recorder is read only of a process whose training stands still, and
-ever more seldom where a group has issued nothing yet.
+moment, or issues the first collective of one. So the recorder is read only of a process whose training stands still,
+and ever more seldom where a group has issued nothing yet.
 """
 
 from __future__ import annotations
