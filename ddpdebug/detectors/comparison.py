@@ -33,6 +33,13 @@ def classes_of(step: Step, *fields: str, on_purpose: Flag = Flag.LOCAL_ONLY) -> 
     return found
 
 
+def made_alike(step: Step) -> bool:
+    """Whether the step has left equal parameters on all ranks, of shards on those that hold the same ones."""
+    left = "params_after_digest"
+    same = classes_of(step, left) == {} if step.any(Flag.SHARDED) else step.agrees(left)
+    return same and "foreign_params_digest" not in step.differing
+
+
 def _classes(step: Step, fields: Sequence[str], on_purpose: Flag) -> RankClasses | None:
     if len(step.rows) < 2 or step.any(on_purpose):
         return None

@@ -1,7 +1,8 @@
 """Agreement between the ranks in one step, by a vote over digests: for the terminal's summary and for metrics.
 
 Facts, not verdicts: whether a difference is a mistake is for the detectors. Differences that a rank's own state
-declares as intended (sharded state, local SGD, Join) do not count; that the ranks agree nevertheless does.
+declares as intended (sharded state, local SGD, Join) do not count, nor do those of optimizer state beside parameters
+that the step has left equal: each rank has that of what it owns. That the ranks agree nevertheless does.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ def _dissenters(step: Step) -> dict[str, frozenset[int]]:
     found: dict[str, frozenset[int]] = {}
     if len(step.rows) < 2:
         return found
+    left_alike = step.agrees("params_after_digest") and "foreign_params_digest" not in step.differing
     for what, names in COMPARED.items():
         intended = what in _INTENDED and step.any(_INTENDED[what])
+        intended |= what == "optimizer_state" and left_alike
         for name in names[:1] if intended else names:  # of averaged ones, those before the step
             if name not in step.differing:
                 if sum(map(bool, step.columns[name])) > 1:

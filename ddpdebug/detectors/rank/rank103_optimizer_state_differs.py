@@ -12,6 +12,7 @@ from ddpdebug.detectors.comparison import (
     are_own,
     blame,
     classes_of,
+    made_alike,
     named,
     parted_over,
     subset,
@@ -95,7 +96,7 @@ class OptimizerStateDiffers(ComparisonRule):
 
     def rank_classes(self, step: Step) -> RankClasses | None:
         classes = classes_of(step, "state_digest", on_purpose=_ON_PURPOSE)
-        return None if classes and (step.optimizer in self._own or _made_alike(step)) else classes
+        return None if classes and (step.optimizer in self._own or made_alike(step)) else classes
 
     def is_new_event(self, step: Step) -> bool:
         changed = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
@@ -109,9 +110,9 @@ class OptimizerStateDiffers(ComparisonRule):
         return not alone or cause.code in {"RANK105", "RANK112"}
 
     def remember(self, step: Step, classes: RankClasses | None) -> None:
-        if _alike(step, "state_digest"):
+        if classes_of(step, "state_digest") == {}:
             self._agreed[step.optimizer] = step.step
-        elif any(step.columns["lr"]) and _made_alike(step) and classes_of(step, "state_digest", on_purpose=_ON_PURPOSE):
+        elif any(step.columns["lr"]) and made_alike(step) and classes_of(step, "state_digest", on_purpose=_ON_PURPOSE):
             self._own.add(step.optimizer)
         self._changed[step.optimizer] = step.ranks_with(Flag.STATE_CHANGED_OUTSIDE)
 
@@ -142,16 +143,6 @@ class OptimizerStateDiffers(ComparisonRule):
             subject=tuple(names[:MAX_NAMES]),
             evidence=evidence,
         )
-
-
-def _made_alike(step: Step) -> bool:
-    """Whether the step has left equal parameters on all ranks."""
-    return _alike(step, "params_after_digest") and "foreign_params_digest" not in step.differing
-
-
-def _alike(step: Step, field: str) -> bool:
-    """Whether all ranks show the same in a digest field, of shards those that hold the same ones."""
-    return classes_of(step, field) == {} if step.any(Flag.SHARDED) else step.agrees(field)
 
 
 def _flat(states: Mapping[str, Mapping[str, str | float]]) -> dict[str, str | float]:

@@ -14,6 +14,7 @@ from ddpdebug.detectors.comparison import (
     are_own,
     classes_of,
     culprits,
+    made_alike,
     named,
     ordered,
     own_names,
@@ -73,8 +74,12 @@ def of_population(finding: Finding, step: Step, groups: Sequence[Sequence[int]])
 
 
 def gradient_classes(step: Step) -> RankClasses | None:
-    """What the ranks' gradients look like at the step."""
-    return classes_of(step, "grads_digest", "foreign_grads_digest", on_purpose=_ON_PURPOSE)
+    """What the ranks' gradients look like at the step.
+
+    Without those that no DDP averages where the step has left equal parameters: its optimizer averages them itself.
+    """
+    fields = GRADIENT_COLUMNS[: 1 if made_alike(step) else 2]
+    return classes_of(step, *fields, on_purpose=_ON_PURPOSE)
 
 
 def odd_ranks(step: Step) -> tuple[int, ...]:

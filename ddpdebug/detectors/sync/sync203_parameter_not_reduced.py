@@ -16,7 +16,9 @@ from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
 _ODD: dict[int, Any] = {rank: {"grads_digest": 5 + rank} for rank in range(4)}
-_FOREIGN_ODD: dict[int, Any] = {rank: {"foreign_grads_digest": 5 + rank} for rank in range(4)}
+_FOREIGN_ODD: dict[int, Any] = {
+    rank: {"foreign_grads_digest": 5 + rank, "foreign_params_digest": 5 + rank} for rank in range(4)
+}
 _W: dict[int, Any] = {rank: {"w": f"{rank}"} for rank in range(4)}
 _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"head.w": str(rank)}} for rank in range(4)}
 

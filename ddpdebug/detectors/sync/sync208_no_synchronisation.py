@@ -11,7 +11,8 @@ from ddpdebug.detectors.sync.gradients import GradientRule, differing, odd_ranks
 from ddpdebug.schema.details import Contract
 from ddpdebug.schema.row import Flag
 
-_ODD: dict[int, Any] = {rank: {"grads_digest": 0, "foreign_grads_digest": 5 + rank} for rank in range(4)}
+_AVERAGED_IN_STEP: dict[int, Any] = {r: {"grads_digest": 0, "foreign_grads_digest": 5 + r} for r in range(4)}
+_ODD: dict[int, Any] = {rank: {**own, "params_after_digest": 5 + rank} for rank, own in _AVERAGED_IN_STEP.items()}
 _FOREIGN: dict[int, Any] = {rank: {"digests": {}, "foreign": {"w": str(rank)}} for rank in range(4)}
 
 
@@ -19,9 +20,10 @@ class NoSynchronisation(GradientRule):
     """Several ranks run the training script, no DistributedDataParallel exists, and the gradients differ.
 
     Ranks that have settings of their own as well (a population, a search) train apart on purpose: that is a warning.
-    Nothing is reported where the ranks' parameters have other names or shapes, or where each rank sends to another one
-    in the step or receives from one (stages of a pipeline), or where those whose gradients differ already differed
-    before the first step, and the gradients of others are averaged (experts).
+    Nothing is reported where the step leaves equal parameters on all ranks (an optimizer that averages by itself), or
+    where the ranks' parameters have other names or shapes, or where each rank sends to another one in the step or
+    receives from one (stages of a pipeline), or where those whose gradients differ already differed before the first
+    step, and the gradients of others are averaged (experts).
 
     Impact: the job is as many independent trainings as there are ranks. Each sees its own share of the data, and
     only the copy that is saved survives.
@@ -61,6 +63,7 @@ class NoSynchronisation(GradientRule):
     )
     silent_on = Examples(
         lambda: step_at(0, flags=Flag.NO_DDP, contract=contract(4, ddp=0)),  # averaged by hand
+        lambda: step_at(0, odd=_AVERAGED_IN_STEP, flags=Flag.NO_DDP, gradients=_FOREIGN, contract=contract(4, ddp=0)),
         lambda: step_at(0, odd={1: {"grads_digest": 5}}, gradients=gradients(4, {1: {"w": "f"}}), contract=contract(4)),
         lambda: step_at(
             0,
