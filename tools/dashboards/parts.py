@@ -150,8 +150,16 @@ class Board:
 
 
 def _variable(name: str, label: str, kind: str, **more: Any) -> dict[str, Any]:
-    usual = {"allowCustomValue": True, "auto": False, "auto_count": 30, "auto_min": "10s", "skipUrlSync": False}
-    return {**usual, "name": name, "label": label, "type": kind, "includeAll": False, "multi": False, **more}
+    return {
+        "allowCustomValue": True,
+        "skipUrlSync": False,
+        "name": name,
+        "label": label,
+        "type": kind,
+        "includeAll": False,
+        "multi": False,
+        **more,
+    }
 
 
 _RELOADED = {"datasource": _SOURCE, "refresh": 2}  # when the time range changes
@@ -431,7 +439,6 @@ def listing(
         "showHeader": True,
         "showTypeIcons": False,
         "cellHeight": "sm",
-        "footer": {"countRows": False, "reducer": [], "show": False},
         "frameIndex": 0,
     }
     if sort is not None:
