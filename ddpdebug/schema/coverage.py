@@ -228,8 +228,8 @@ class Coverage:
             action = "train in a process group, or start what trains by torchrun or --nproc-per-node"
         elif backwards:
             text = (
-                f"no optimizer step was seen, although backward ran {_counted(backwards, 'time')}: no optimizer of "
-                "torch.optim steps, and no module's parameters change between a backward and the next forward"
+                f"no optimizer step was completed, although backward ran {_counted(backwards, 'time')}; a step is one "
+                "of torch.optim's optimizers, or a change of parameters between a backward and the next forward"
             )
             action = "train modules, and use an optimizer, for example torch.optim.SGD in place of an update by hand"
         else:

@@ -180,7 +180,7 @@ def test_a_probe_that_is_off(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("by hand", "no optimizer step was seen, although backward ran 20 times"),
+        ("by hand", "no optimizer step was completed, although backward ran 20 times"),
         ("spawn", "no optimizer step was seen: the script has started 2 processes of its own"),
         ("odd", "1 parameter not compared: of the type Odd"),
     ],

@@ -72,8 +72,8 @@ CASES = {
         _seen(world=1, ranks=_rank(backwards=50)),
         "steps",
         (
-            "no optimizer step was seen, although backward ran 50 times: no optimizer of torch.optim steps, and no "
-            "module's parameters change between a backward and the next forward"
+            "no optimizer step was completed, although backward ran 50 times; a step is one of torch.optim's "
+            "optimizers, or a change of parameters between a backward and the next forward"
         ),
     ),
     "spawned": (
