@@ -12,6 +12,7 @@ from ddpdebug.detectors.comparison import announced_at
 from ddpdebug.detectors.examples import digest, step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Findings, Severity, Step, Threshold
 from ddpdebug.schema.announcements import Announcement, Loader, RepeatedNumbers, RepeatedOrder, Restored
+from ddpdebug.schema.row import Flag
 
 #: Batches that are remembered for each rank; longer epochs are left to the samplers' own announcements.
 HISTORY = 8192
@@ -24,6 +25,15 @@ _RESUMED: Fields = {
         "intended: training on, on other data",
     ),
     "actions": ("save the epoch in the checkpoint, and go on with `range(start, epochs)` and `set_epoch(epoch)`",),
+}
+_BEGUN_AGAIN: Fields = {
+    "title": "a resumed epoch begins again, and its first batches are trained on twice",
+    "phase": "resume",
+    "causes": (
+        "a resume in the middle of an epoch that restores the epoch, but not the number of batches that it has had",
+        "intended: epochs that are begun again as a whole",
+    ),
+    "actions": ("save the number of batches, and skip these (or save the state of a `StatefulDataLoader`)",),
 }
 _NUMBERS: Fields = {
     "title": "every epoch draws the same random numbers",
@@ -115,9 +125,9 @@ class _History:
 class SameOrder(Detector):
     """The batches of one epoch come again in the next one, in the same order.
 
-    Or a run that goes on from a checkpoint begins with the order of the first epoch. Or each epoch draws the same
-    numbers from torch's generators: noise, dropout, augmentation. Or each worker of a loader draws the same ones, from
-    its copy of a generator that the data set holds.
+    Or a run that goes on from a checkpoint begins with the order of the first epoch, or begins an epoch again that has
+    been trained on in part. Or each epoch draws the same numbers from torch's generators: noise, dropout, augmentation.
+    Or each worker of a loader draws the same ones, from its copy of a generator that the data set holds.
 
     Impact: the model sees the same combinations of samples every epoch. Stochastic gradients lose part of their
     randomness, BatchNorm sees fixed batches, and generalisation suffers a little or a lot.
@@ -155,6 +165,7 @@ class SameOrder(Detector):
         lambda: Facts(topic="alone:numbers", values={0: {"step": 0, "workers": 2, "name": "Pairs.rng"}}),
         lambda: tuple(_cycle(n) for n in range(8)),
         lambda: (_pass(1, 0), _pass(2, 8), *steps(16)),
+        lambda: (_pass(1, 0, batches=8), _pass(2, 5, batches=8), step_at(5, flags=Flag.LOADED), *steps(8, start=6)),
         lambda: Facts(topic="alone:order", values=dict.fromkeys((0, 1), _ORDER)),
         lambda: _resume(60),
     )
@@ -166,6 +177,7 @@ class SameOrder(Detector):
         lambda: tuple(_cycle(n, period=2) for n in range(12)),
         lambda: tuple(_cycle(n, period=1) for n in range(12)),
         lambda: (_pass(1, 0, epoch=0), _pass(2, 8, epoch=1), _pass(3, 16, epoch=2), *steps(24)),
+        lambda: (_pass(1, 0, batches=8), _pass(2, 5, batches=8), *steps(8)),  # the rest of it, after a resume
         lambda: (_pass(1, 0), *steps(8), _pass(2, 8)),  # nothing trains on the second one: an evaluation, `update_bn`
     )
 
@@ -174,8 +186,13 @@ class SameOrder(Detector):
         self._histories: dict[tuple[int, int, str], _History] = {}
         self._loaders: dict[str, Mapping[int, Loader]] = {}  # newest pass over each
         self._trained: dict[str, Mapping[int, Loader]] = {}  # newest that steps have trained on
+        self._given: dict[str, int] = {}  # batches that this one has given to steps
+        self._per_step = 1  # batches, as far as backward passes tell
+        self._loaded = -1  # newest step that a load came before
 
     def detect(self, step: Step) -> Findings:
+        self._per_step = max([1, *step.columns["micro_batches"]])
+        self._loaded = step.step if step.any(Flag.LOADED) else self._loaded
         name = next((n for n in ("record_digest", "batch_digest") if step.rows and step.known(n)), None)
         if name is None:
             return
@@ -244,14 +261,19 @@ class SameOrder(Detector):
         if not now or step <= announced_at(now, 0):
             return
         before, self._trained[topic] = self._trained.get(topic, {}), now
-        stuck = tuple(rank for rank in sorted(now) if _stuck(before.get(rank), now[rank]))
+        again = {rank: fact for rank, fact in now.items() if _stuck(before.get(rank), fact)}
+        given, self._given[topic] = self._given.get(topic, 0), (step - announced_at(now, 0)) * self._per_step
+        both = given + self._given[topic]  # of a whole epoch, if the second pass only went on with it
+        stuck = tuple(rank for rank, fact in sorted(again.items()) if both > (fact.batches or 0))
         if stuck and len(now) > 1:
             fact = now[stuck[0]]
+            resumed = given < (fact.batches or 0) and self._loaded > announced_at(before, 0)
             yield self.finding(
                 step=announced_at(now, self.next_step),
                 ranks=stuck,
                 subject=(fact.sampler or "sampler",),
                 evidence={"loader": topic, "epoch": fact.epoch, "iterations": fact.iterations},
+                **(_BEGUN_AGAIN if resumed else {}),
             )
 
     def finish(self) -> Findings:
