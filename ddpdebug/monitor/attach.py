@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpdebug import torch_internals as internals
 from ddpdebug.config.settings import Config
+from ddpdebug.monitor.judging import load_for
 from ddpdebug.monitor.monitor import Monitor
 from ddpdebug.monitor.spawned import Origin
 from ddpdebug.probes.importlib_bootstrap import after_that
@@ -45,6 +46,7 @@ def install(
     if known is not None:
         return known
     then = None if starts is None else partial(Origin, as_check=starts, attach=_attach_to_spawned)
+    load_for(os.environ.get("WORLD_SIZE", ""))
     monitor = Monitor(config, command, starts=then, origin=origin)
     monitor.install()
     if late:

@@ -6,12 +6,13 @@ found and what they are asked: they hear it in the same tick, this rank too. The
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpdebug.diagnosis.local_steps import LocalSteps, unmarked
 from ddpdebug.exchange.partial import set_of
@@ -21,7 +22,6 @@ from ddpdebug.isolation.guard import Guard
 from ddpdebug.monitor.companion import Companion, Reply
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.first_steps import FirstSteps
-from ddpdebug.monitor.many_ranks import MESSAGES, Calls, ManyRanks
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.processes.beside import Channel
 from ddpdebug.run_directory.reader import last_state
@@ -33,6 +33,11 @@ from ddpdebug.schema.step import Step, are_many
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import Record, Saved, StepJudged
 
+if TYPE_CHECKING:
+    from ddpdebug.monitor.many_ranks import ManyRanks
+
+#: What ranks of very many say to each other besides: rows of steps of which all are wanted.
+MESSAGES = frozenset({"rows", "row"})
 #: So often questions may follow from answers at the end.
 _LAST_ROUNDS = 8
 
@@ -64,6 +69,16 @@ class Outlets:
     speak: Callable[[], object]
     trouble: Callable[[str, str], None]
     start: Callable[[], Channel] | None = None
+
+
+def load_for(said: str) -> None:
+    """Load as ddpdebug attaches what very many ranks need, unless the job has said that its ranks are fewer.
+
+    Args:
+        said: how many they are, empty if nobody has said it.
+    """
+    if not said.isdecimal() or are_many(int(said)):
+        importlib.import_module("ddpdebug.monitor.many_ranks")
 
 
 class Judging:
@@ -100,6 +115,8 @@ class Judging:
         self._has_steps = False  # of this tick, about which the ranks may be asked in the next
         self.many: ManyRanks | None = None  # of more ranks than talk without a tree
         if are_many(world):
+            from ddpdebug.monitor.many_ranks import Calls, ManyRanks  # noqa: PLC0415 - as of `load_for`
+
             calls = Calls(
                 say=to.say, learn=to.learn, judge=self._feed, show=self._show, curious=self._curious, tell=guard.tell
             )

@@ -18,11 +18,10 @@ from ddpdebug.clock import time
 from ddpdebug.exchange.partial import REST, Key, StepPart, key_of, ranks_of, set_of
 from ddpdebug.exchange.step_assembler import LAG_STEPS, LATE_STEPS, fault_of
 from ddpdebug.exchange.ticks import Tick
+from ddpdebug.exchange.tree import Tree
+from ddpdebug.exchange.tree_ticks import TreeExchange
 from ddpdebug.schema.row import Flag, Row, decode
 from ddpdebug.schema.step import Step
-
-#: What ranks of very many say to each other besides: rows of steps of which all are wanted.
-MESSAGES = frozenset({"rows", "row"})
 
 #: The rows of all ranks are wanted so often where the ranks are alike, seconds.
 WHOLE_SECONDS = 60.0
@@ -377,6 +376,9 @@ class ManyRanks:
         used: seconds of processor time of this thread.
     """
 
+    #: What so many ranks talk over.
+    exchange, tree = TreeExchange, Tree
+
     def __init__(
         self,
         rank: int,
@@ -467,7 +469,7 @@ class ManyRanks:
             self._calls.judge(step)
 
     def hear(self, ranks: Sequence[int], kind: str, message: Mapping[str, Any]) -> None:
-        """Handle one of `MESSAGES`, which several ranks may have sent in the same words."""
+        """Handle one of `judging.MESSAGES`, which several ranks may have sent in the same words."""
         if kind == "rows":
             optimizer, step, last = message["key"]
             for data in self.rows.answer([(int(optimizer), int(step), bool(last))]):

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,6 @@ from ddpdebug.exchange.beats import Beats
 from ddpdebug.exchange.meeting import ADDRESS, RollCall
 from ddpdebug.exchange.step_vote import NumericGuard
 from ddpdebug.exchange.ticks import Exchange, Group, Tick, wire_format
-from ddpdebug.exchange.tree import Tree
-from ddpdebug.exchange.tree_ticks import TreeExchange
 from ddpdebug.forensics.element_search import Elements
 from ddpdebug.forensics.failure import about_error
 from ddpdebug.forensics.memory.memory import MemoryForensics
@@ -43,8 +41,7 @@ from ddpdebug.isolation.user_code import is_users
 from ddpdebug.monitor.covering import Covering
 from ddpdebug.monitor.detail_requests import Answering
 from ddpdebug.monitor.hang_stop import EXIT_STATUS, HangStop, end_children, leave_in_time, line_of
-from ddpdebug.monitor.judging import Judging, Outlets
-from ddpdebug.monitor.many_ranks import MESSAGES
+from ddpdebug.monitor.judging import MESSAGES, Judging, Outlets
 from ddpdebug.monitor.progress import ProgressWatch
 from ddpdebug.monitor.sampling import Schedule
 from ddpdebug.monitor.served import Host, Pusher, Served
@@ -85,6 +82,9 @@ from ddpdebug.schema.step import Step
 from ddpdebug.schema.wire import to_json
 from ddpdebug.sinks import FindingRaised, Met, Record, RunEnded, Saved, Trouble
 from ddpdebug.sinks.fanout import Fanout
+
+if TYPE_CHECKING:
+    from ddpdebug.exchange.tree import Tree
 
 #: When the model and the optimizers' state, as a checkpoint holds them, are measured: a scaler may skip first steps.
 _WEIGHED = frozenset({0, 1, 10, 100, 1000})
@@ -579,13 +579,13 @@ class Monitor:
         self.memory.begin(self.rank, self.world)
         self._judging = self._new_judging()
         self.groups.rank, self.groups.world = self.rank, self.world
-        self.groups.is_tree = self._judging.many is not None
+        self.groups.tree = None if self._judging.many is None else self._judging.many.tree
         connect, tick = contained(self._connect), contained(self._judge_tick)
         calls = connect, tick, contained(self._on_lost), self._back.tell, is_users
         self._exchange = self._make_exchange(*calls)
 
     def _make_exchange(self, *calls: Any) -> Exchange:
-        kind = Exchange if self._judging.many is None else TreeExchange
+        kind = Exchange if self._judging.many is None else self._judging.many.exchange
         return kind(self.rank, self.world, *calls)
 
     def _new_judging(self) -> Judging:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -15,8 +15,10 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.exchange.addresses import address_towards, listening_address
 from ddpdebug.exchange.meeting import ELSEWHERE, RollCall, Waiting
 from ddpdebug.exchange.ticks import Alone, Group
-from ddpdebug.exchange.tree import Circle, Tree
 from ddpdebug.isolation.guard import keep_unrecorded
+
+if TYPE_CHECKING:
+    from ddpdebug.exchange.tree import Circle, Tree
 
 #: As long as the job's own process groups wait by default: a rank that is stopped for a while is not lost.
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -52,7 +54,8 @@ class SideGroups:
     """
 
     def __init__(self, number: int, meeting: Meeting) -> None:
-        self.rank, self.world, self.is_tree = 0, 1, False
+        self.rank, self.world = 0, 1
+        self.tree: type[Tree] | None = None  # of very many ranks
         self.store: Any = None  # a connection of our own to the job's, `torch.distributed.Store`
         self.prefix = f"ddpdebug/{number}"  # of our keys in it
         self._number, self._meeting = number, meeting
@@ -89,14 +92,14 @@ class SideGroups:
         keep_unrecorded()  # an execution trace of the script's lists what all threads do
         if len(members) == 1:
             self.let_store_go()  # its connection must not outlive the job's process group
-            return Tree(members, self.rank, _connect_none, Alone()) if self.is_tree else Alone()
+            return Alone() if self.tree is None else self.tree(members, self.rank, _connect_none, Alone())
         size, position = len(members), members.index(self.rank)
         known = self._roll if generation else None
         prefix = self._meet() if known is None else known.meet_again(generation, size)
         place = self.store, f"{prefix}/{generation}"
         with self._meeting.connecting():
-            if self.is_tree:
-                return self._tree(*place, members)
+            if self.tree is not None:
+                return self._tree(self.tree, *place, members)
             listening = self._meeting.on_silence, self._address()
             return internals.GlooGroup(*place, position, size, _TIMEOUT, *listening)
 
@@ -146,7 +149,7 @@ class SideGroups:
     def _setting(self, name: str) -> str:
         return "" if self._roll is None else str(self._roll.settings.get(name, ""))
 
-    def _tree(self, store: Any, prefix: str, members: tuple[int, ...]) -> Tree:
+    def _tree(self, kind: type[Tree], store: Any, prefix: str, members: tuple[int, ...]) -> Tree:
         address = self._address()
 
         def connect(circle: Circle) -> internals.GlooGroup:
@@ -156,7 +159,7 @@ class SideGroups:
 
         given = self._setting("~neighbours")
         neighbours = int(given) if given.isdecimal() else 0
-        return Tree(members, self.rank, connect, internals.Words(store, prefix), neighbours)
+        return kind(members, self.rank, connect, internals.Words(store, prefix), neighbours)
 
 
 def _connect_none(circle: Circle) -> internals.GlooGroup:
