@@ -226,6 +226,12 @@ class Exchange:
         self._outbox += struct.pack("<I", len(data)) + data
         return True
 
+    def _has_words(self) -> bool:
+        return bool(self._outbox)
+
+    def _forget_words(self) -> None:
+        self._outbox.clear()
+
     def _tell(self, part: str, message: str) -> None:
         if part not in self._told:
             self._told.add(part)
@@ -391,7 +397,7 @@ class Exchange:
                 self.reason, self.state = reason, LOST
                 self._last_word = "" if silent else f"rank {self.rank} has given up: {reason}"
             self._rows.clear()  # each holds what a step has left behind
-            self._outbox.clear()
+            self._forget_words()
             self._wake.put(None)
         if known:
             return False
@@ -434,7 +440,7 @@ class Exchange:
                 seconds = 0.005
             elif self._someone_leaves:
                 seconds = 0.02
-            elif not self._outbox and len(self._rows) < BATCH_ROWS:
+            elif not self._has_words() and len(self._rows) < BATCH_ROWS:
                 seconds = IDLE_SECONDS
             else:
                 return

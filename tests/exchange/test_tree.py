@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import zlib
@@ -334,3 +335,23 @@ def test_a_row_of_another_rank_is_not_sent() -> None:
     exchange.post(encode(Row(rank=3, step=1)))
     ((_, part),) = exchange._own().steps.items()
     assert (part.ranks, told) == (1 << 3, ["it says that it is of rank 4"])
+
+
+class NeverWaits(queue.Queue[None]):
+    """A queue that nobody may wait at."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> None:
+        """Take what is there."""
+        del timeout
+        assert not block, "it waits"
+        super().get(block=False)
+
+
+def test_what_a_rank_has_to_say_does_not_wait_and_is_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes with the next tick, which comes at once; after the comparison there is nobody to hear it."""
+    exchange = TreeExchange(0, 100, lambda *_: None, lambda _: False, lambda _: None)
+    monkeypatch.setattr(exchange, "_wake", NeverWaits())
+    assert exchange.say({"kind": "fact"})
+    exchange._idle()
+    exchange.lose("over")
+    assert not exchange._said
