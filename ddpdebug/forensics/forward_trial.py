@@ -15,10 +15,9 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.clock import time
 from ddpdebug.forensics.replay.prepared import Prepared
 from ddpdebug.forensics.replay.tracer import Stopped
+from ddpdebug.isolation.child import TRIAL_SECONDS
 from ddpdebug.nested import mapped
 from ddpdebug.probes.forward_capture import ForwardCapture
-
-SECONDS = 20.0
 
 #: Takes the name of an operation without underscores around it, its arguments and what it has returned.
 Seen = Callable[[str, tuple[Any, ...], Any], object]
@@ -34,7 +33,7 @@ class Operations(internals.OperationMode):
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self.muted = False  # what runs now is not the model's
-        self._seen, self._deadline = seen, time.monotonic() + SECONDS
+        self._seen, self._deadline = seen, time.monotonic() + TRIAL_SECONDS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.muted and (func.namespace in internals.COLLECTIVES or time.monotonic() > self._deadline):

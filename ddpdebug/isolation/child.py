@@ -30,6 +30,8 @@ from ddpdebug.isolation.background import Thread
 from ddpdebug.isolation.confinement import UnconfinedError, clone, confinement, shares_memory
 from ddpdebug.isolation.guard import Guard
 
+#: How long one forward, and the replay of a step, may take in a copy.
+TRIAL_SECONDS, REPLAY_SECONDS = 20.0, 30.0
 _ANSWER_BYTES = 1 << 20
 _HEAD = struct.Struct("q")
 _WALL = 0x40000000  # waits for children that send no signal, too

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ddpdebug.detectors.rcp.rcp821_target_leak import TargetLeak
-from ddpdebug.forensics import forward_trial, target_leak as leak
+from ddpdebug.forensics import forward_trial, target_leak as leak, token_trial
 from ddpdebug.forensics.replay.replay import replay
-from ddpdebug.forensics.target_leak import Leaks, look, relation
+from ddpdebug.forensics.target_leak import Leaks
+from ddpdebug.forensics.target_relation import is_moved_twice, relation
+from ddpdebug.forensics.token_trial import look
 from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
@@ -274,9 +276,9 @@ def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_large_vocabulary_a_part_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tells as much."""
-    monkeypatch.setattr(leak, "_KEPT_BYTES", LENGTH * 12 * 4 // 3)
+    monkeypatch.setattr(token_trial, "_KEPT_BYTES", LENGTH * 12 * 4 // 3)
     assert told(Model(causal), text(), text()[:, 1:].flatten()) is None
-    monkeypatch.setattr(leak, "_mixer", lambda at, one, other: tuple(one.outputs[0].shape))
+    monkeypatch.setattr(token_trial, "_mixer", lambda at, one, other: tuple(one.outputs[0].shape))
     found = told(Model(everywhere), text(), text()[:, 1:].flatten())
     assert found is not None
     assert found.module == (LENGTH, 3)
@@ -309,7 +311,7 @@ def test_targets_that_are_moved_by_two(moved: int, labels: str, twice: bool) -> 
     target = torch.full_like(tokens, -100)
     target[:, : LENGTH - moved] = tokens[:, moved:]
     more = {"none": [], "ignored at the end": [target.roll(1, 1)], "a mask": [torch.ones_like(tokens)]}[labels]
-    found = leak.is_moved_twice(capture_of(Model(causal, words=14), tokens, *more), target.flatten(), -100)
+    found = is_moved_twice(capture_of(Model(causal, words=14), tokens, *more), target.flatten(), -100)
     assert found is twice
 
 
@@ -332,4 +334,4 @@ def test_rows_of_one_token_are_not_moved_twice() -> None:
     target = tokens.clone()
     target[:, -2:] = -100
     capture = capture_of(Model(causal, words=14), tokens)
-    assert not leak.is_moved_twice(capture, target.flatten(), -100)
+    assert not is_moved_twice(capture, target.flatten(), -100)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpdebug.forensics.sample_mixing import Mixing, batch_of, look
+from ddpdebug.forensics.counted_batch import batch_of
+from ddpdebug.forensics.mixing_trial import look
+from ddpdebug.forensics.sample_mixing import Mixing
 from ddpdebug.isolation.child import Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures

@@ -57,9 +57,9 @@ _REGISTERS = {
 _ALLOWED = {
     ("probes/graph_lifetime.py", "weakref.ref"): "the callback is a method of a set: no code of ours runs",
     ("isolation/weak_table.py", "weakref.ref"): "as above, of a dictionary",
-    ("forensics/target_leak.py", "register_forward_hook"): "in a disposable copy of the process",
-    ("forensics/sample_mixing.py", "register_forward_hook"): "as above",
-    ("forensics/sample_mixing.py", "register_forward_pre_hook"): "as above",
+    ("forensics/token_trial.py", "register_forward_hook"): "in a disposable copy of the process",
+    ("forensics/mixing_trial.py", "register_forward_hook"): "as above",
+    ("forensics/mixing_trial.py", "register_forward_pre_hook"): "as above",
     ("forensics/replay/replay.py", "register_forward_hook"): "as above",
     ("forensics/replay/replay.py", "register_forward_pre_hook"): "as above",
     ("forensics/replay/replay.py", "register_hook"): "as above, on a graph of ours",

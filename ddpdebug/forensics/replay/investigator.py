@@ -16,15 +16,12 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
-from ddpdebug.clock import time
 from ddpdebug.disk import Disk
 from ddpdebug.forensics.loss.loss_graph import explain_loss, watch_backward
 from ddpdebug.forensics.loss.loss_source import place_of
 from ddpdebug.forensics.memory.oom import checkpoint_bytes
 from ddpdebug.forensics.replay.bundle import LIMIT, BundleError, UnnamedBundle
-from ddpdebug.forensics.replay.replay import SECONDS, Trace, replay
-from ddpdebug.forensics.replay.stack_lines import line_of
-from ddpdebug.isolation.child import Children
+from ddpdebug.isolation.child import REPLAY_SECONDS, Children
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users, shorten, user_frame
 from ddpdebug.probes.forward_capture import ForwardCapture, ForwardCaptures
@@ -40,10 +37,8 @@ from ddpdebug.schema.finding import strict
 from ddpdebug.schema.wire import to_json
 
 _MAX_BUNDLES = 4
-_MAX_OPERANDS = 3
-_MAX_CALLS = 6
 _MAX_PLACES = 64
-#: The copy ends by itself after `SECONDS`, where an operation comes to its end.
+#: The copy ends by itself after `REPLAY_SECONDS`, where an operation comes to its end.
 _MORE_SECONDS = 2.0
 
 
@@ -58,7 +53,7 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     code: str | None = None,
     facts: Mapping[str, Any] | None = None,
     limit: int = LIMIT,
-    seconds: float = SECONDS,
+    seconds: float = REPLAY_SECONDS,
     guard: Guard | None = None,
     redactor: Redactor | None = None,
     disk: Disk | None = None,
@@ -87,15 +82,10 @@ def investigate(  # noqa: PLR0913 - what a finding is known by
     dropped = captures.dropped
 
     def look() -> dict[str, Any]:
+        from ddpdebug.forensics.replay.first_bad import look_at  # noqa: PLC0415 - in the copy alone
+
         internals.use_one_thread()
-        trace, capture = _first_bad(kept, time.monotonic() + seconds, guard)
-        found = compact(trace)
-        if len(kept) > 1:
-            found["micro_batch"] = capture.number
-        if dropped:
-            found["notes"] = [*found["notes"], f"{dropped} of the step's first micro-batches were not kept"]
-        document = {"code": code or suggested_code(trace, facts or {}), "replay": trace.to_json()}
-        return dict(strict({"found": found, "document": document}))
+        return look_at(kept, seconds, guard, code, facts or {}, dropped)
 
     def end(answer: dict[str, Any] | None, reason: str | None) -> None:
         found = {"complete": False, "reason": reason} if answer is None else answer["found"]
@@ -237,69 +227,6 @@ def _loss_alone(record: StepRecord) -> dict[str, Any] | None:
     if looks.loss_backward is not None:
         return {"expression": looks.loss_line, **to_json(looks.loss_backward)}
     return None if looks.loss is None else dict(to_json(looks.loss))
-
-
-def suggested_code(trace: Trace, facts: Mapping[str, Any]) -> str:
-    """Return the code of the finding that a replay suggests; `NUM` if it shows nothing."""
-    if trace.culprit is None:
-        other = "NUM308" if trace.masked else "NUM"
-        return "NUM302" if trace.complete and facts.get("loss") else other
-    known = {"input": "NUM305", "parameter": "NUM304", "output-gradient": "NUM302"}
-    return known.get(trace.culprit.kind, "NUM301" if trace.culprit.phase == "forward" else "NUM303")
-
-
-def compact(trace: Trace) -> dict[str, Any]:
-    """Return the part of a replay's result that goes into a finding."""
-    culprit = trace.culprit
-    found: dict[str, Any] = {
-        "complete": trace.complete,
-        "reason": trace.reason,
-        "reproduced": trace.reproduced,
-        "notes": trace.notes,
-        "seconds": round(trace.seconds, 3),
-    }
-    if culprit is None:
-        if trace.masked:
-            first = trace.masked[0]
-            found["masked"] = {
-                "op": first.name,
-                "module": first.module,
-                "location": line_of(first.stack[0]) if first.stack else None,
-                "operands": first.operands[:_MAX_OPERANDS],
-                "ended_at": first.ended_at,
-            }
-        return found
-    return found | {
-        "kind": culprit.kind,
-        "name": culprit.name,
-        "op": culprit.name if culprit.is_operation else None,
-        "phase": culprit.phase,
-        "value": culprit.value,
-        "module": culprit.module,
-        "module_class": culprit.module_class,
-        "call": culprit.call,
-        "node": culprit.node,
-        "forward_op": culprit.forward_op if culprit.is_builtin else None,
-        "location": trace.location if culprit.is_operation else None,
-        "stack": culprit.stack,
-        "operands": culprit.operands[:_MAX_OPERANDS],
-        "made_of": None
-        if culprit.made_of is None
-        else {name: getattr(culprit.made_of, name) for name in ("kind", "name", "module", "stack")},
-        "became_nan": culprit.became_nan,
-        "calls": trace.calls[-_MAX_CALLS:],
-    }
-
-
-def _first_bad(kept: Sequence[ForwardCapture], deadline: float, guard: Guard | None) -> tuple[Trace, ForwardCapture]:
-    found: list[tuple[Trace, ForwardCapture]] = []
-    for capture in kept:
-        trace = replay(capture, seconds=deadline - time.monotonic(), guard=guard)
-        found.append((trace, capture))
-        if trace.reproduced:
-            return trace, capture
-    incomplete = [pair for pair in found if not pair[0].complete]
-    return (incomplete or found)[0]
 
 
 def _begin_bundle(parent: Path, capture: ForwardCapture, options: Mapping[str, Any]) -> UnnamedBundle | dict[str, Any]:

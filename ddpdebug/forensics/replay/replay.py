@@ -23,14 +23,13 @@ from ddpdebug.forensics.replay.prepared import Prepared
 from ddpdebug.forensics.replay.ranges import described, is_floating, nonfinite
 from ddpdebug.forensics.replay.stack_lines import ends_stack, line_of
 from ddpdebug.forensics.replay.tracer import Origin, Stopped, Tracer
-from ddpdebug.isolation.child import is_disposable
+from ddpdebug.isolation.child import REPLAY_SECONDS, is_disposable
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.isolation.user_code import is_users
 from ddpdebug.nested import leaves, tensors_in
 from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.torch_internals import graph
 
-SECONDS = 30.0
 _MAX_CALLS = 400
 _SHOWN_CALLS = 12
 _MAX_MASKED = 8
@@ -87,7 +86,7 @@ def replay(
     capture: ForwardCapture,
     *,
     backward: bool = True,
-    seconds: float = SECONDS,
+    seconds: float = REPLAY_SECONDS,
     guard: Guard | None = None,
     autocast: bool = True,
 ) -> Trace:
