@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ddpdebug.checkpoints.entries import Entry, Piece, State, TensorEntry, flat
 from ddpdebug.checkpoints.sharded import INDEX, read_sharded
 from ddpdebug.errors import UsageError, text_of
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 _WANTED = "give a directory of torch.distributed.checkpoint, a safetensors file or directory, or a file of torch.save"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpdebug.checkpoints.names import LeftOut
 from ddpdebug.detectors.mem.sizes import size_text
-from ddpdebug.sinks.text import clean, counted, percent
+from ddpdebug.sinks.words import clean, counted, percent
 
 #: Kinds of differences, the worst first; `dtype` comes after `elements` where only the dtype differs.
 ONLY_A, ONLY_B, KIND, SHAPE, ELEMENTS, VALUE, DTYPE = (

@@ -19,7 +19,7 @@ import torch
 
 from ddpdebug.checkpoints.entries import Entry, Piece, State, TensorEntry, flat
 from ddpdebug.errors import UsageError, text_of
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 INDEX = ".metadata"
 _TRUST = "add --trust if you know who wrote it: then it is unpickled, which may run any code"

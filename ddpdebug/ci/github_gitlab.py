@@ -17,7 +17,8 @@ from typing import Any
 from ddpdebug.ci.json_junit import describe
 from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, counted, culprits_text, subjects, where
+from ddpdebug.sinks.text import subjects, where
+from ddpdebug.sinks.words import clean, counted, culprits_text
 
 #: GitHub shows ten errors of a step and drops the rest.
 MAX_ANNOTATIONS = 10

@@ -17,7 +17,8 @@ from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.detectors.nature import restart
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.step import FLAT
-from ddpdebug.sinks.text import clean, parts, ranks_text
+from ddpdebug.sinks.text import parts
+from ddpdebug.sinks.words import clean, ranks_text
 
 #: The time of a document that nobody dated.
 EPOCH = "1970-01-01T00:00:00"

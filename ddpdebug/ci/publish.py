@@ -41,7 +41,8 @@ from ddpdebug.schema.coverage import Coverage, Tally
 from ddpdebug.schema.ended import Kind, parse_end
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.sinks.fanout import redacted_finding
-from ddpdebug.sinks.text import clean, counted, ignored_texts, subjects, where
+from ddpdebug.sinks.text import ignored_texts, subjects, where
+from ddpdebug.sinks.words import clean, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ddpdebug.ci.verdict import Verdict, Word
 from ddpdebug.detectors.catalog import FAMILIES
 from ddpdebug.detectors.pages import Page, pages
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {

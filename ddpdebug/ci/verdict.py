@@ -14,7 +14,7 @@ from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.ended import Ended, Kind, parse_end
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.hangs import ENDED, Parties, is_hang, is_over, parties, stands
-from ddpdebug.sinks.text import clean, ranks_text, signal_name
+from ddpdebug.sinks.words import clean, ranks_text, signal_name
 
 
 class Word(Enum):

@@ -31,7 +31,8 @@ from ddpdebug.isolation.process_state import Autocast
 from ddpdebug.nested import mapped
 from ddpdebug.probes.forward_capture import ForwardCapture
 from ddpdebug.schema.finding import strict
-from ddpdebug.sinks.text import SEPARATOR, clean, tensor_text
+from ddpdebug.sinks.text import SEPARATOR, tensor_text
+from ddpdebug.sinks.words import clean
 
 _SECONDS = 3600.0
 _MAX_NAMES = 3

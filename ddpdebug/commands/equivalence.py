@@ -23,7 +23,8 @@ from ddpdebug.printing import say
 from ddpdebug.processes.launch import RUN_ID, ranks_environment, torchrun_words
 from ddpdebug.processes.supervisor import supervise
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, counted, parts
+from ddpdebug.sinks.text import parts
+from ddpdebug.sinks.words import clean, counted
 
 _TEXT = """Compare N ranks, each on its part of a global batch, with one process on the whole batch (SYNC209).
 

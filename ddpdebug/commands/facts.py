@@ -26,7 +26,7 @@ def command(run: Path, other: Path | None, *, as_json: bool) -> Callable[[], int
     """Read the facts, and return the action that prints them, to be run outside of click."""
     from ddpdebug.facts.comparison import differences, facts_of, listed  # noqa: PLC0415 - not before it is needed
     from ddpdebug.schema.finding import strict_json  # noqa: PLC0415 - as above
-    from ddpdebug.sinks.text import clean  # noqa: PLC0415 - as above
+    from ddpdebug.sinks.words import clean  # noqa: PLC0415 - as above
 
     with progress("reading the facts"):
         known = facts_of(run)

@@ -23,7 +23,7 @@ from ddpdebug.errors import UsageError
 from ddpdebug.redaction import HIDDEN
 from ddpdebug.run_directory.reader import read_findings, read_outcomes, read_run
 from ddpdebug.schema.finding import Finding
-from ddpdebug.sinks.text import clean, counted
+from ddpdebug.sinks.words import clean, counted
 
 _TEXT = """Print the change of the source that ends what was found in the run in RUN_DIR, as a diff for `git apply`.
 

@@ -21,7 +21,7 @@ from ddpdebug.preflight.output.results import chosen
 from ddpdebug.printing import say
 from ddpdebug.processes.launch import Request, ranks_environment, torchrun_words
 from ddpdebug.processes.script import end_with, run_script
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 _TEXT = """Check a training script before it trains: data, parameters, initial loss, gradients, and more.
 

@@ -30,7 +30,7 @@ from ddpdebug.progress.boxes import (
 )
 from ddpdebug.progress.waits import Seen
 from ddpdebug.run_directory.reader import RANKS, read_outcomes, read_run
-from ddpdebug.sinks.text import clean, ranks_text
+from ddpdebug.sinks.words import clean, ranks_text
 
 _TEXT = """Print where each rank of the run in RUN_DIR is: what it waits in, and its stack; once for ranks that agree.
 

@@ -18,7 +18,7 @@ from ddpdebug.config.settings import Config, options
 from ddpdebug.detectors.nature import nature
 from ddpdebug.errors import UsageError
 from ddpdebug.run_directory.reader import RANKS, DamagedError, read_run
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 _TEXT = """Print the verdict of the run in RUN_DIR and exit with it.
 

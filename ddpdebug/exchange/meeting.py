@@ -26,7 +26,7 @@ from typing import Any
 
 from ddpdebug.clock import time
 from ddpdebug.exchange.addresses import elsewhere
-from ddpdebug.sinks.text import ranks_text
+from ddpdebug.sinks.words import ranks_text
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
 _POLLS_PER_SECOND = 1024  # of all ranks together

@@ -23,13 +23,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ddpdebug.clock import time
-from ddpdebug.exchange.partial import Key, StepPart
 from ddpdebug.isolation.background import Thread
 from ddpdebug.schema.row import LAYOUT_VERSION, ROW_BYTES
-from ddpdebug.sinks.text import ranks_text
+from ddpdebug.sinks.words import ranks_text
+
+if TYPE_CHECKING:
+    from ddpdebug.exchange.partial import Key, StepPart
 
 IDLE_SECONDS = 1.0
 #: Rows wait until there are so many, or for `IDLE_SECONDS`: waking up costs more than what a row needs. Messages do not

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpdebug.redaction import redact
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 Facts = Mapping[str, str]
 Fact = tuple[str, str]

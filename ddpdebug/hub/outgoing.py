@@ -30,7 +30,8 @@ from ddpdebug.hub.store import Store
 from ddpdebug.processes.pusher import NoRedirect
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.likeliest import untagged
-from ddpdebug.sinks.text import clean, where
+from ddpdebug.sinks.text import where
+from ddpdebug.sinks.words import clean
 
 #: Of what is older when the hub first sees it nobody is told: runs that are imported, or found on a file system.
 _NEWS_SECONDS = 3600.0

@@ -32,7 +32,8 @@ from ddpdebug.reports.html import SWATCHES, lines, path, timeline
 from ddpdebug.reports.page import checked, finding_article, report
 from ddpdebug.run_directory import mirror
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import BUNDLE, SEPARATOR, clean, number, ranks_text
+from ddpdebug.sinks.text import BUNDLE, SEPARATOR
+from ddpdebug.sinks.words import clean, number, ranks_text
 
 _STATIC = {"hub.css": "text/css", "hub.js": "text/javascript", "icon.svg": "image/svg+xml"}
 #: The report is a page of its own that brings its style along.

@@ -21,7 +21,7 @@ from ddpdebug.schema.coverage import Coverage, Gap, Tally, Weight
 from ddpdebug.schema.row import Flag
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import Covered, Record
-from ddpdebug.sinks.text import ranks_text
+from ddpdebug.sinks.words import ranks_text
 
 #: A run is asked what it compares so long after its first step (after the first backward where no step comes: some
 #: add up gradients for long), or so long after its ranks should have met.

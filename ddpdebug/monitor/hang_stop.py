@@ -24,7 +24,7 @@ from ddpdebug.progress.waits import STUCK_SECONDS, Seen
 from ddpdebug.schema.finding import Finding
 from ddpdebug.schema.hangs import Standing, is_by_hang, name_of, stands
 from ddpdebug.schema.progress import RankProgress
-from ddpdebug.sinks.text import culprits_text
+from ddpdebug.sinks.words import culprits_text
 
 #: As `check` exits for a hang.
 EXIT_STATUS = 4

@@ -14,7 +14,7 @@ from ddpdebug.schema.announcements import Announcement, Hang, HangOver
 from ddpdebug.schema.progress import RankProgress, ranks_in
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.sinks import Waiting
-from ddpdebug.sinks.text import ranks_text
+from ddpdebug.sinks.words import ranks_text
 
 #: How often it is told that ranks wait, while they do.
 _WAITING_SECONDS = 2.0

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from ddpdebug.sinks.text import signal_name
+from ddpdebug.sinks.words import signal_name
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")

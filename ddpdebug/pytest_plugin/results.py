@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from ddpdebug.pytest_plugin.stacks import place, text_of, waits_for_peers
-from ddpdebug.sinks.text import signal_name
+from ddpdebug.sinks.words import signal_name
 
 _PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 _LINE_LENGTH = 160

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ddpdebug.reports.pace import Cell, PaceHistory
 from ddpdebug.schema.pace import PHASES
-from ddpdebug.sinks.text import clean, number, percent, ranks_text
+from ddpdebug.sinks.words import clean, number, percent, ranks_text
 
 #: The policy forbids scripts and every request, should something have slipped through.
 _HEAD = """<!doctype html>

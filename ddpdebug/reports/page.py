@@ -20,7 +20,8 @@ from ddpdebug.schema.ended import parse_end
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.hangs import is_hang, stands
 from ddpdebug.schema.likeliest import fitting
-from ddpdebug.sinks.text import clean, counted, evidence_lines, percent, ranks_text, subjects, where
+from ddpdebug.sinks.text import evidence_lines, subjects, where
+from ddpdebug.sinks.words import clean, counted, percent, ranks_text
 
 _MAX_FINDINGS = 200
 _MAX_MARKS = 20

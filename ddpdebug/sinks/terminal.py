@@ -47,18 +47,14 @@ from ddpdebug.sinks.text import (
     Part,
     bits_text,
     brief,
-    clean,
-    counted,
     element_text,
     evidence_lines,
     findings_text,
     first_cause,
     ignored_texts,
-    number,
-    percent,
-    ranks_text,
     where,
 )
+from ddpdebug.sinks.words import clean, counted, number, percent, ranks_text
 
 _CLEAR_LINE = "\r\x1b[K"
 _TITLE, _SAVE_TITLE, _RESTORE_TITLE = "\x1b]2;{}\x07", "\x1b[22;2t", "\x1b[23;2t"

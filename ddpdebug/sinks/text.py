@@ -5,30 +5,23 @@ Everything that came from the job (names, messages, values) passes through `clea
 
 from __future__ import annotations
 
-import math
 import re
-import signal
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddpdebug.errors import essence
 from ddpdebug.schema.finding import UNDECIDED, Finding, Severity
 from ddpdebug.schema.likeliest import fitting, untagged
 from ddpdebug.schema.progress import ranks_in
+from ddpdebug.sinks.words import MAX_NAME, MAX_VALUE, clean, counted, culprits_text, number, ranks_text
 
 SEPARATOR = " · "
 _MAX_SUBJECTS = 3
-_MAX_NAME = 160
-_MAX_VALUE = 160
 _MAX_EVIDENCE = 6
 _MAX_GROUPS = 4
 _MAX_ITEMS = 6
 _MAX_CAUSES = 2
-_MAX_HOSTS = 3
-#: Ranks in a row that are named; more of a few dozen ranks are rare, of thousands nobody would read them.
-_MAX_SPANS = 16
-
 _MAX_TENSORS = 4
 #: What a terminal shows of a finding below its title, and of its evidence.
 _MAX_LINES, _MAX_FIGURES, _MAX_LISTED = 7, 2, 4
@@ -86,66 +79,6 @@ _DIFFERENCES = {
 Part = tuple[str, list[str]]
 
 
-def clean(text: object, limit: int = 1000) -> str:
-    """Return the text on one line with everything unprintable escaped, shortened in the middle beyond `limit`."""
-    line = str(text)
-    if len(line) > limit:
-        line = f"{line[: limit // 2]}…{line[len(line) - limit // 2 + 1 :]}"
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-
-
-def number(value: float, digits: int = 4) -> str:
-    """Return a number as people write it: 0.0131, 1.31e5, 12, nan."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return clean(value, _MAX_VALUE)  # of a damaged file: beyond every float
-    if isinstance(value, bool) or not math.isfinite(value):
-        return str(value).lower()
-    mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
-
-
-def percent(share: float) -> str:
-    """Return a share with two significant digits, and all digits before the point: 0.83 %, 17 %, 430 %."""
-    value = 100 * share
-    return f"{number(value, 2) if abs(value) < 99.5 else round(value)} %"
-
-
-def ranks_text(ranks: Iterable[int], world: int | None = None) -> str:
-    """Return `rank 2`, `ranks 0-3,7`, `ranks 0,2,4 and 509 more` where they are scattered, or `all 4 ranks`."""
-    known = sorted(set(ranks))
-    if world is not None and len(known) == world > 1:
-        return "both ranks" if world == 2 else f"all {world} ranks"
-    runs: list[list[int]] = []
-    for rank in known:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    spans = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_SPANS])
-    more = sum(last - first + 1 for first, last in runs[_MAX_SPANS:])
-    return f"rank{'' if len(known) == 1 else 's'} {spans}" + (f" and {more} more" if more else "")
-
-
-def culprits_text(finding: Finding, world: int | None = None, *, places: bool = True) -> str:
-    """Return the blamed ranks as `ranks_text` does, with their nodes, and whether there was no majority."""
-    words = ranks_text(finding.ranks, world)
-    if places and (where_they_run := _places_text(finding)):
-        words += f" ({where_they_run})"
-    open_ = UNDECIDED in finding.evidence and world != 2  # of two nobody expects a majority
-    return f"{words} (no majority)" if open_ else words
-
-
-def _places_text(finding: Finding) -> str:
-    """Return host and device of one rank, the hosts of several; empty where it is not known, or there are too many."""
-    known = [clean(finding.places.get(str(rank), ""), _MAX_NAME) for rank in finding.ranks]
-    if len(known) == 1 or not all(known):
-        return known[0] if len(known) == 1 else ""
-    hosts = dict.fromkeys(place.partition(",")[0] for place in known)
-    return ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else ""
-
-
 def where(finding: Finding, world: int | None = None) -> str:
     """Return step, ranks, phase and location of a finding, as far as known."""
     parts = []
@@ -153,13 +86,13 @@ def where(finding: Finding, world: int | None = None) -> str:
         parts.append(f"step {finding.step}")
     if finding.ranks:
         parts.append(culprits_text(finding, world))
-    parts += [clean(part, _MAX_NAME) for part in (finding.phase, finding.location) if part]
+    parts += [clean(part, MAX_NAME) for part in (finding.phase, finding.location) if part]
     return SEPARATOR.join(parts)
 
 
 def subjects(finding: Finding) -> list[str]:
     """Return the first subjects of a finding, and the number of further ones."""
-    shown = [clean(name, _MAX_NAME) for name in finding.subject[:_MAX_SUBJECTS]]
+    shown = [clean(name, MAX_NAME) for name in finding.subject[:_MAX_SUBJECTS]]
     names = [f"module `{name}`" if name.isdecimal() else name for name in shown]
     more = len(finding.subject) - len(names)
     return [*names, f"and {more} more"] if more else names
@@ -265,7 +198,7 @@ def _stacks(groups: object, told: str) -> list[str]:
     found = []
     for ranks, frames in list(groups.items())[:_MAX_ITEMS] if isinstance(groups, Mapping) else ():
         known = (
-            [clean(frame, _MAX_NAME) for frame in frames if isinstance(frame, str)] if isinstance(frames, list) else []
+            [clean(frame, MAX_NAME) for frame in frames if isinstance(frame, str)] if isinstance(frames, list) else []
         )
         own = [frame for frame in known if not _LIBRARY.search(frame) and "(<module>)" not in frame][:_MAX_FRAMES]
         if len(own) > 1 or any(frame.partition(" ")[0] not in told for frame in own):
@@ -398,7 +331,7 @@ def element_text(evidence: Mapping[str, Any]) -> str | None:
     values, index = evidence.get("values"), evidence.get("index")
     if not isinstance(values, Mapping) or not _is_by_rank(values) or not isinstance(index, list):
         return None
-    name, at = clean(evidence.get("element_of", "element"), _MAX_NAME), evidence.get("values_at_step")
+    name, at = clean(evidence.get("element_of", "element"), MAX_NAME), evidence.get("values_at_step")
     text = f"{name}[{_value(index)}]: {_by_rank(values)}" + (f" after step {at}" if isinstance(at, int) else "")
     return f"{text} ({bits})" if (bits := bits_text(evidence)) else text
 
@@ -441,19 +374,6 @@ def findings_text(findings: Collection[Finding]) -> str:
     return ", ".join(texts)
 
 
-def counted(count: int, noun: str) -> str:
-    """Return `1 step`, `2 steps`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9, and `signal 70` for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def _is_tensor(value: object) -> bool:
     """Return whether a value is the summary of a tensor."""
     return isinstance(value, Mapping) and isinstance(value.get("shape"), list)
@@ -482,14 +402,14 @@ def _value(value: Any, digits: int = 4) -> str:
     if isinstance(value, int | float):
         return number(value, digits)
     if isinstance(value, str):
-        return clean(value, _MAX_VALUE)
+        return clean(value, MAX_VALUE)
     if isinstance(value, Mapping):
         return _mapping(value, digits)
     if isinstance(value, Sequence):
         return _items(
             [f"({_value(item, digits)})" if isinstance(item, list | tuple) else _value(item, digits) for item in value]
         )
-    return clean(value, _MAX_VALUE)
+    return clean(value, MAX_VALUE)
 
 
 def _mapping(value: Mapping[Any, Any], digits: int) -> str:
@@ -508,7 +428,7 @@ def _entry(label: str, value: Any, digits: int) -> str:
 
 
 def _items(texts: list[str]) -> str:
-    return clean(", ".join(texts[:_MAX_ITEMS]) + (", …" if len(texts) > _MAX_ITEMS else ""), 2 * _MAX_VALUE)
+    return clean(", ".join(texts[:_MAX_ITEMS]) + (", …" if len(texts) > _MAX_ITEMS else ""), 2 * MAX_VALUE)
 
 
 def _label(key: object) -> str:

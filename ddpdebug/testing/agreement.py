@@ -18,7 +18,8 @@ from ddpdebug.schema.details import hex_digest
 from ddpdebug.schema.finding import Severity
 from ddpdebug.schema.step import outvoted
 from ddpdebug.schema.wire import from_json, to_json
-from ddpdebug.sinks.text import clean, counted, parts, ranks_text
+from ddpdebug.sinks.text import parts
+from ddpdebug.sinks.words import clean, counted, ranks_text
 from ddpdebug.testing.meeting import Meeting
 
 #: A tensor is compared in at most this many blocks, none of them smaller than that.

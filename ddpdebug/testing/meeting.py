@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddpdebug import torch_internals as internals
 from ddpdebug.clock import time
 from ddpdebug.errors import UsageError
-from ddpdebug.sinks.text import ranks_text
+from ddpdebug.sinks.words import ranks_text
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 

@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 
 from ddpdebug.errors import essence
 from ddpdebug.schema.finding import Finding, Severity
-from ddpdebug.sinks.text import clean, counted, evidence_lines, number, parts, ranks_text, subjects, where
+from ddpdebug.sinks.text import evidence_lines, parts, subjects, where
+from ddpdebug.sinks.words import clean, counted, number, ranks_text
 
 
 @given(st.text())

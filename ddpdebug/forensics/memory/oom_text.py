@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ddpdebug.detectors.mem.explanation import Explanation
 from ddpdebug.detectors.mem.sizes import size_text
 from ddpdebug.schema.announcements import AllocationFailure, MemoryState
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 _CURVE_STEPS = 12
 

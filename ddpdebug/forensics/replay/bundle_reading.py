@@ -22,7 +22,7 @@ from ddpdebug.errors import UsageError
 from ddpdebug.forensics.replay.bundle import FORMAT, JSON_FILE, TENSOR_FILE
 from ddpdebug.isolation.process_state import Autocast, RandomState
 from ddpdebug.probes.forward_capture import ForwardCapture
-from ddpdebug.sinks.text import clean
+from ddpdebug.sinks.words import clean
 
 _MAX_JSON = 64 << 20
 _MAX_HEADER = 64 << 20

@@ -15,7 +15,7 @@ from ddpdebug.preflight.checks.two_runs import Difference, Twice
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.sandbox.trials import attempt
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.sinks.text import counted
+from ddpdebug.sinks.words import counted
 
 CODE = "RCP815"
 SECONDS = 6.0

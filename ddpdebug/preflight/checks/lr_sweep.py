@@ -25,7 +25,7 @@ from typing import Any
 from ddpdebug.preflight.output.results import Check, Plot, Series, Status
 from ddpdebug.preflight.output.terminal_plot import draw
 from ddpdebug.schema.robust import deviation, spread
-from ddpdebug.sinks.text import number
+from ddpdebug.sinks.words import number
 
 #: Weight of the past in the average that decides when to stop. A sweep of 100 steps over eight decades has 12 steps in
 #: a decade, so that this looks back half a decade; fastai's 0.98 is for sweeps of many more steps.

@@ -35,7 +35,7 @@ from ddpdebug.preflight.sandbox.trials import (
     take_step,
 )
 from ddpdebug.preflight.subject import Subject
-from ddpdebug.sinks.text import counted, number
+from ddpdebug.sinks.words import counted, number
 
 NAME = "one batch"
 CODE = "RCP814"

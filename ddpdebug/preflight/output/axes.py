@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from ddpdebug.preflight.output.results import Plot
-from ddpdebug.sinks.text import number
+from ddpdebug.sinks.words import number
 
 #: Steps between the numbers of an axis, times a power of ten: those that people count in.
 _STEPS = (1, 2, 5, 10)

@@ -17,7 +17,8 @@ from ddpdebug.clock import time
 from ddpdebug.preflight.output.page import page
 from ddpdebug.preflight.output.results import Check, Status
 from ddpdebug.schema.finding import strict
-from ddpdebug.sinks.text import clean, evidence_lines
+from ddpdebug.sinks.text import evidence_lines
+from ddpdebug.sinks.words import clean
 
 
 def write(checks: Sequence[Check], directory: Path, title: str) -> list[Path]:

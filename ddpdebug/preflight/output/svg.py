@@ -8,7 +8,7 @@ from html import escape
 from ddpdebug.preflight.output.axes import Axis, axes
 from ddpdebug.preflight.output.results import Plot, Series
 from ddpdebug.reports.html import path
-from ddpdebug.sinks.text import clean, number
+from ddpdebug.sinks.words import clean, number
 
 #: Okabe and Ito's palette, which people with every kind of colour vision tell apart, darkest first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ddpdebug.preflight.output.axes import Axis, axes
 from ddpdebug.preflight.output.results import Plot, Series
-from ddpdebug.sinks.text import clean, number
+from ddpdebug.sinks.words import clean, number
 
 #: Pieces of a line with the name of their style ("" for none).
 Line = list[tuple[str, str]]

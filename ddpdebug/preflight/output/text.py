@@ -14,7 +14,8 @@ from typing import Any
 
 from ddpdebug.preflight.output.results import Check, Status, Table
 from ddpdebug.preflight.output.terminal_plot import Line, draw
-from ddpdebug.sinks.text import clean, counted, evidence_lines, number
+from ddpdebug.sinks.text import evidence_lines
+from ddpdebug.sinks.words import clean, counted, number
 
 WORDS = {
     Status.FAIL: "failed",

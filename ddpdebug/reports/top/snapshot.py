@@ -21,7 +21,7 @@ from ddpdebug.schema.row import Flag, Row
 from ddpdebug.schema.run_state import WaitState
 from ddpdebug.schema.step import step_of
 from ddpdebug.sinks.agreement import dissenters
-from ddpdebug.sinks.text import culprits_text, number, ranks_text
+from ddpdebug.sinks.words import culprits_text, number, ranks_text
 
 #: Steps that a value is taken from when the newest did not compute it.
 _BACK = 64

@@ -12,7 +12,7 @@ from rich.text import Text
 from ddpdebug.reports.html import duration
 from ddpdebug.reports.top.snapshot import KILLED, RankView, Snapshot
 from ddpdebug.schema.ended import parse_end
-from ddpdebug.sinks.text import clean, counted, number, percent
+from ddpdebug.sinks.words import clean, counted, number, percent
 
 _GOOD, _BAD, _WARN, _DIM = "black on green", "bold white on red", "black on yellow", "dim"
 _STALE_SECONDS = 120

@@ -67,7 +67,8 @@ from ddpdebug.sinks.prometheus.metrics import (
     state_metrics,
 )
 from ddpdebug.sinks.prometheus.server import SHARE, SHARE_OF_ALL, App, Endpoint, Form, Page, json_app
-from ddpdebug.sinks.text import ENDED, clean
+from ddpdebug.sinks.text import ENDED
+from ddpdebug.sinks.words import clean
 
 #: Series of a rank at most, a GPU's included: before it has found anything, and with everything found.
 SERIES, SERIES_WITH_FINDINGS = 118, 173

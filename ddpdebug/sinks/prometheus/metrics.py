@@ -30,7 +30,7 @@ from ddpdebug.schema.run_state import End, RunState, WaitState
 from ddpdebug.schema.step import Step
 from ddpdebug.sinks import RunStarted, StepJudged, Waiting
 from ddpdebug.sinks.agreement import COMPARED
-from ddpdebug.sinks.text import clean, culprits_text
+from ddpdebug.sinks.words import clean, culprits_text
 
 #: So many of the newest findings are shown with their names.
 INCIDENTS = 5
