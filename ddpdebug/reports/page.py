@@ -35,7 +35,7 @@ _MAX_DRAWN = 64
 _STYLE = """\
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 h3 { font-size: 1rem; margin: 0; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: currentColor; }
 .grid { stroke: var(--line); } .mark { stroke: #C62828; stroke-width: 1.5; stroke-dasharray: 4 3; }

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ddpdebug.detectors.hlth.curve import followed, loss_of
+from ddpdebug.detectors.hlth.curve import Followed, followed, loss_of
 from ddpdebug.reports.pace import PaceHistory
 from ddpdebug.run_directory.reader import damage, read_findings, read_outcomes, read_run, read_steps
 from ddpdebug.schema.finding import Finding
@@ -122,13 +122,16 @@ def read_history(directory: Path) -> History:
     for step in _followed(read_steps(directory)):
         first = step.step if count == 0 else first
         count, last = count + 1, step.step
+        kind = followed(step, kinds)
         for name, (column, over, _) in _FIELDS.items():
+            if column == "loss" and not kind.loss:
+                continue
             known = [float(value) for value in step.columns[column] if math.isfinite(value)]
             if known:
                 series[name].add(step.step, float(over(known)))
             elif step.any(_NONFINITE):  # a gap; where nothing was computed the line goes on
                 series[name].add(step.step, math.nan)
-        series[FOLLOWED] = _with_loss(series[FOLLOWED], step, kinds)
+        series[FOLLOWED] = _with_loss(series[FOLLOWED], step, kind)
         pace.add(step)
         # of chosen rows most are of ranks that were slow in this step
         shown = islice(step.rows.values(), 1 if step.chosen else None)
@@ -159,9 +162,9 @@ def read_history(directory: Path) -> History:
     )
 
 
-def _with_loss(series: Thinned, step: Step, kinds: dict[str, Any]) -> Thinned:
+def _with_loss(series: Thinned, step: Step, kind: Followed) -> Thinned:
     """Return the series of the losses that rules follow, with that of a step, if it is one; one anew where they do."""
-    kind, loss = followed(step, kinds), loss_of(step)
+    loss = loss_of(step)
     series = Thinned("mean") if kind.anew else series
     if kind.loss and loss is not None:
         series.add(step.step, loss)
@@ -175,9 +178,16 @@ def _parts(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def _followed(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield the steps of the first optimizer that is seen: with several, one is enough for a picture."""
-    chosen = None
+    """Yield the steps of one optimizer: with several, one is enough for a picture.
+
+    It is the first that is seen, until another has gone on for twice its longest interval: the script has made it anew.
+    """
+    chosen, last, longest = None, 0, 1
     for step in steps:
-        chosen = step.optimizer if chosen is None else chosen
+        passed = step.step - last
         if step.optimizer == chosen:
-            yield step
+            longest = max(longest, passed)
+        elif chosen is not None and passed <= 2 * longest:
+            continue
+        chosen, last = step.optimizer, step.step
+        yield step

@@ -183,6 +183,26 @@ def test_the_shape_is_that_of_one_kind_of_losses(tmp_path: Path) -> None:
         sink.write(StepJudged(step=Step(step=step, optimizer=0, world=1, rows=rows)))
     sink.close()
     assert "Shape of the curve: <b>healthy</b>, steps 0 to 118." in report(tmp_path)
+    drawn = read_history(tmp_path).series["loss highest rank"]
+    assert max(loss for _, loss in drawn) == 2.0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_optimizer_that_the_script_makes_later_is_drawn_where_the_first_one_ends(
+    tmp_path: Path, beside: bool
+) -> None:
+    """As after a resume; of two that take turns the first is drawn."""
+    sink = RunDirectory(tmp_path, 0)
+    sink.write(RunStarted(run_id="r1", rank=0, world=1, directory=tmp_path, config={}, versions={}, command=(),
+                          time="2026-11-21T08:00:00Z", node="n"))  # fmt: skip
+    order = [(n % 2, n // 2) for n in range(80)] if beside else [(int(n >= 40), n) for n in range(80)]
+    for optimizer, step in order:
+        row = Row(rank=0, step=step, optimizer=optimizer, loss=1.0 + optimizer)
+        sink.write(StepJudged(step=Step(step=step, optimizer=optimizer, world=1, rows={0: row})))
+    sink.close()
+    history = read_history(tmp_path)
+    losses = {loss for _, loss in history.series["loss median rank"]}
+    assert (history.last, losses) == ((39, {1.0}) if beside else (79, {1.0, 2.0}))
 
 
 def test_hostile_names_stay_text_and_nothing_is_loaded(tmp_path: Path) -> None:
