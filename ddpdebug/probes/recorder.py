@@ -273,6 +273,7 @@ class Recorder:
         """Record the loss."""
         state, roots = self._state, event.roots
         state.in_backward += 1
+        state.reduced = state.reduced and state.in_backward > 1
         self._started.append(self._now())
         noted = state.since.parts[Forwards]  # a forward that no backward follows, of a look at outputs, does not train
         for index, modes in noted.pending.items():
@@ -330,6 +331,7 @@ class Recorder:
                 if state.checking:
                     self._guard.run("probe:gradients", gradients.note_reduced, since, wrapper)
         since.parts[OwnTimes].passed(started, ended, self._hooks.last_arrival, reduced=state.syncs > syncs)
+        state.syncs = max(state.syncs, syncs + state.reduced)
         if self._fused_stepped:
             self._finish_fused()
 
