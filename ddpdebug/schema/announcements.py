@@ -731,6 +731,14 @@ class MovedParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenTies(StepFact, topic="alone:audit", scope=Scope.SHARED):
+    """Parameters that train and were one and the same when the model was built; see probes/ties.py."""
+
+    kind: Literal["untied"] = "untied"
+    pairs: tuple[tuple[str, str], ...] = ()  # the first ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftInWeights(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Weights that were put into a model for an evaluation and are trained on; see training_loop/put_in.py."""
 
