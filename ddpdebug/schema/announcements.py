@@ -898,11 +898,14 @@ class Restored(StepFact, topic="alone:restored", scope=Scope.SHARED):
     Args:
         kind: names that have not fitted, parameters that were overwritten since, a load of what the model has anyway,
             names of an optimizer's parameters that got the state of others, an average of the weights that was left
-            out, an optimizer without state whose schedule goes on, a schedule that is over as the optimizer begins,
-            what was built anew again and again, or an optimizer that comes with steps behind it.
+            out, an optimizer without state whose schedule goes on, one whose state was left in the checkpoint that its
+            parameters are from, a schedule that is over as the optimizer begins, what was built anew again and again,
+            or an optimizer that comes with steps behind it.
     """
 
-    kind: Literal["names", "overwritten", "itself", "order", "average", "optimizer", "ended", "rebuilt", "resumed"]
+    kind: Literal[
+        "names", "overwritten", "itself", "order", "average", "optimizer", "left", "ended", "rebuilt", "resumed"
+    ]
     class_name: str = field(metadata=called("class"))
     names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
     fitted: int = 0  # parameters that were

@@ -319,6 +319,7 @@ class Recipe:
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
         bus.on("probe:resume", events.EpochBegan, self._resume.epoch_begins)
         bus.on("probe:resume", events.Loaded, self._resume.loaded)
+        bus.on("probe:resume", events.CheckpointRead, self._resume.read)
         bus.on("probe:moves", events.Loaded, lambda _: self._put_in.forget())
         bus.on("probe:moves", events.Woken, lambda _: self._put_in.forget())
         bus.on("probe:resume", events.ScalerSteps, self._resume.scaler_steps)
