@@ -85,8 +85,10 @@ class Patches:
         self._numerics, self._evaluations, self._functions = numerics, evaluations, functions
         self._steps = self._steps_before = 0  # optimizer steps that began; before the scaler's step
         self._fills = False  # the step that runs is none of the training's
+        self._reads = False  # checkpoints are looked at
         self._used_up = False  # the generator that is given to a clipping has nothing more to give
         bus.on("probe:optimizer", events.ParametersUnwrapped, self._adopt)
+        bus.on("probe:resume", events.OptimizerBuilt, lambda _: self._install_checkpoints())
 
     def install(self) -> None:
         """Install all wrappers."""
@@ -313,6 +315,20 @@ class Patches:
 
     def _initialized(self, *_: Any, **__: Any) -> None:
         self._on_group()
+        self._install_checkpoints()
+
+    def _install_checkpoints(self) -> None:
+        """Look at what is read of distributed checkpoints, once something has loaded their module."""
+        planner = sys.modules.get("torch.distributed.checkpoint.default_planner")
+        if planner is not None and not self._reads:
+            self._reads = True
+            read = [_emits(events.CheckpointRead, self._read)]
+            what = "what a distributed checkpoint has, and what of it is wanted"
+            self._entries.patch(planner, "create_default_local_load_plan", what, after=read, who=self._followed.here)
+
+    def _read(self, _: Any, state_dict: Any, metadata: Any, *__: Any, **___: Any) -> None:
+        wanted, stored = {*map(str, state_dict)}, {*map(str, metadata.state_dict_metadata)}
+        self._bus.emit(events.CheckpointRead(wanted, stored, user_location()))
 
     def _wraps(self, ddp: DistributedDataParallel, module: Any = None, *_: Any, **kwargs: Any) -> None:
         del ddp

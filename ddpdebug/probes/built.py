@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ddpdebug import torch_internals as internals
+from ddpdebug.probes.ties import Ties
 
 #: Entries of modules that are gone are dropped when the table has grown to so many times what lived last time.
 _SWEEP_AT, _LEAST = 2, 1024
@@ -24,15 +25,18 @@ class Built:
 
     def __init__(self) -> None:
         self.modules_seen = 0  # grows with each new one
+        self.ties = Ties()
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._sweep_at = _LEAST
 
-    def has_part(self, module: torch.nn.Module, _name: str, part: Any) -> None:
-        """Record a module that gets a parameter or a child, and the child."""
+    def has_part(self, module: torch.nn.Module, name: str, part: Any) -> None:
+        """Record a module that gets a parameter or a child, and these."""
         self.module(module)
         if isinstance(part, torch.nn.Module):
             self.module(part)
+        elif isinstance(part, torch.nn.Parameter):
+            self.ties.given(module, name, part)
 
     def module(self, module: torch.nn.Module, *_: Any) -> None:
         """Record a module."""

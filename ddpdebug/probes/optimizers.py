@@ -213,10 +213,10 @@ class OptimizerWatch:
         return self._without_gradient
 
     def _held(self, params: Sequence[torch.Tensor]) -> str:
-        """Say which of DDP's parameters a group holds; others may differ between ranks on purpose."""
+        """Say which parameters that all ranks have a group holds; others may differ between ranks on purpose."""
         wanted = {id(p) for p in params}
         rows = zip(self.names, self.params, self.owned, strict=True)
-        names = [name for name, p, owned in rows if owned and id(p) in wanted]
+        names = [name for name, p, owned in rows if id(p) in wanted and (owned or _is_parted_over_all(name, p))]
         return f"{len(names)} parameters, {fingerprint.of_text(','.join(names)):016x}"
 
     def sharded(self) -> bool:
@@ -322,6 +322,12 @@ def _sign(params: Sequence[torch.Tensor], groups: int) -> list[int]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _is_parted_over_all(name: str, parameter: torch.Tensor) -> bool:
+    return (
+        internals.is_distributed(parameter) and not name.startswith(_UNNAMED) and internals.is_over_all_ranks(parameter)
+    )
 
 
 def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -273,6 +273,7 @@ class Recorder:
         """Record the loss."""
         state, roots = self._state, event.roots
         state.in_backward += 1
+        state.reduced = state.reduced and state.in_backward > 1
         self._started.append(self._now())
         noted = state.since.parts[Forwards]  # a forward that no backward follows, of a look at outputs, does not train
         for index, modes in noted.pending.items():
@@ -330,6 +331,7 @@ class Recorder:
                 if state.checking:
                     self._guard.run("probe:gradients", gradients.note_reduced, since, wrapper)
         since.parts[OwnTimes].passed(started, ended, self._hooks.last_arrival, reduced=state.syncs > syncs)
+        state.syncs = max(state.syncs, syncs + state.reduced)
         if self._fused_stepped:
             self._finish_fused()
 
@@ -462,11 +464,12 @@ class Recorder:
 
     def _begin(self, watch: OptimizerWatch) -> StepRecord:
         state, run = self._state, self._guard.run
+        before = watch.ids
         if watch.refresh(state.wrappers, glance=not state.checking):
             run("probe:gradients", self._hook, watch)
             if not any(watch.owned):
                 self._bus.emit(events.ParametersUnwrapped(watch.params))
-            watch.sharding = run("probe:sharding", self._look_at_meshes, watch)
+            watch.sharding = run("probe:sharding", self._look_at_meshes, watch, before)
         if self._gone and (watch.wrappers or watch.sharding is not None):
             self._tell_dropped()
         flags = Flag.FIRST if watch.step == 0 else Flag(0)
@@ -490,9 +493,10 @@ class Recorder:
         record.fields["without_grad"] = watch.without_gradient(glance=not record.checked)
         return record
 
-    def _look_at_meshes(self, watch: OptimizerWatch) -> Sharding | None:
-        """Find out which ranks share what, and announce it."""
-        found = sharding_of(watch.names, watch.params, watch.owned, self._state.world, first=watch.step == 0)
+    def _look_at_meshes(self, watch: OptimizerWatch, before: Sequence[int]) -> Sharding | None:
+        """Find out which ranks share what, and announce it; `before` are the ids of what it has stepped."""
+        first = watch.step == 0 or {*before}.isdisjoint(watch.ids)
+        found = sharding_of(watch.names, watch.params, watch.owned, self._state.world, first=first)
         if found is None:
             known = watch.is_loose and any([other.sharding is not None for other in self._state.watches])
             return uncompared(watch.names) if known else None

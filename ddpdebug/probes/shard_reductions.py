@@ -136,6 +136,7 @@ class ShardReductions:
             self._entries.patch(*found, why, before=looks, who=self._is_wanted, always_ask=True)
 
     def _is_wanted(self, *_: Any, **__: Any) -> bool:
+        self._state.reduced = True  # counted in every step, as those of DDP are
         return self._state.checking
 
     def _reduces(self, *args: Any, **kwargs: Any) -> None:

@@ -116,7 +116,7 @@ def sharding_of(
     Args:
         owned: which of them a DDP has, and are compared as its.
         world: number of ranks.
-        first: nothing was trained yet.
+        first: the optimizer has stepped none of them before.
     """
     if not internals.any_distributed(params):
         return None

@@ -79,6 +79,7 @@ class StepState:
         self.in_backward = 0  # backwards that run, one inside the other
         self.cut_short: CutBackward | None = None  # the newest backward, if an exception has ended it
         self.backwards = self.syncs = 0
+        self.reduced = False  # FSDP2 has reduced gradients in the backward that runs
         self.synced = 0  # what `syncs` was when the newest step ended
         self.wrappers: list[Wrapper] = []  # the DDPs
         self.watches: list[OptimizerWatch] = []

@@ -40,7 +40,7 @@
 A model that no DDP wraps has ModuleForwardBegan, ModuleForwardEnded and ModuleForwardFailed instead, one that is
 evaluated around its DDP has EvaluationForwardBegan and EvaluationForwardEnded. Beside the loop:
 DDPBuilds, DDPBuilt, NoSyncEntered, HookRegistered, OptimizerBuilt, OptimizerEnded, SchedulerBuilt, CollectiveBegan,
-Gathered, Averaged, SubsetMade, GroupEnds.
+Gathered, Averaged, SubsetMade, GroupEnds, CheckpointRead.
 
 `instrument/patches.py` emits what torch is called for, each event once; events that are indented further are emitted by
 the probe that knows them. A probe subscribes in its constructor. Each subscriber runs under the guard with a part of
@@ -50,7 +50,7 @@ hear of it are off: they would know half of the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -571,6 +571,19 @@ class EpochEnded(Event):
 @dataclass(frozen=True, slots=True)
 class Paused(Event):
     """Training pauses, at the end of an epoch or before a load: the script may rewrite the model next."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRead(Event):
+    """A distributed checkpoint (`torch.distributed.checkpoint`) is read into what a script has `wanted` of it.
+
+    Args:
+        stored: names of what it has.
+    """
+
+    wanted: Collection[str]
+    stored: Collection[str]
+    location: str | None
 
 
 @dataclass(frozen=True, slots=True)

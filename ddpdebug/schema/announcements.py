@@ -731,6 +731,14 @@ class MovedParameters(StepFact, topic="alone:audit", scope=Scope.SHARED):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenTies(StepFact, topic="alone:audit", scope=Scope.SHARED):
+    """Parameters that train and were one and the same when the model was built; see probes/ties.py."""
+
+    kind: Literal["untied"] = "untied"
+    pairs: tuple[tuple[str, str], ...] = ()  # the first ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftInWeights(StepFact, topic="alone:audit", scope=Scope.SHARED):
     """Weights that were put into a model for an evaluation and are trained on; see training_loop/put_in.py."""
 
@@ -890,11 +898,14 @@ class Restored(StepFact, topic="alone:restored", scope=Scope.SHARED):
     Args:
         kind: names that have not fitted, parameters that were overwritten since, a load of what the model has anyway,
             names of an optimizer's parameters that got the state of others, an average of the weights that was left
-            out, an optimizer without state whose schedule goes on, a schedule that is over as the optimizer begins,
-            what was built anew again and again, or an optimizer that comes with steps behind it.
+            out, an optimizer without state whose schedule goes on, one whose state was left in the checkpoint that its
+            parameters are from, a schedule that is over as the optimizer begins, what was built anew again and again,
+            or an optimizer that comes with steps behind it.
     """
 
-    kind: Literal["names", "overwritten", "itself", "order", "average", "optimizer", "ended", "rebuilt", "resumed"]
+    kind: Literal[
+        "names", "overwritten", "itself", "order", "average", "optimizer", "left", "ended", "rebuilt", "resumed"
+    ]
     class_name: str = field(metadata=called("class"))
     names: tuple[str, ...] = ()  # of parameters that were not loaded, the first ones
     fitted: int = 0  # parameters that were

@@ -98,7 +98,7 @@ class Row(NamedTuple):
     optimizer: int = 0  # in order of first use
     flags: int = 0  # Flag
     backwards: int = 0  # backward passes of this process so far
-    syncs: int = 0  # of these, with a DDP reduction
+    syncs: int = 0  # of these, with a reduction by DDP or FSDP2
     micro_batches: int = 0  # backward passes that fed this step
     without_grad: int = 0  # trainable parameters of this optimizer without a gradient
     # agreement

@@ -46,6 +46,7 @@ from ddpdebug.torch_internals.dtensors import (
     held_here as held_here,
     is_distributed as is_distributed,
     is_laid_like as is_laid_like,
+    is_over_all_ranks as is_over_all_ranks,
     is_own as is_own,
     is_whole as is_whole,
     layout_of as layout_of,

@@ -102,6 +102,11 @@ def is_whole(tensor: Any) -> bool:
     return all([placed.is_replicate() for placed in tensor.placements])
 
 
+def is_over_all_ranks(tensor: Any) -> bool:
+    """Whether the mesh of a DTensor has all ranks of the job, so that each of them holds and steps a part."""
+    return bool(dist.is_initialized() and tensor.device_mesh.size() == dist.get_world_size())
+
+
 def ranks_of_averages(models: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], set[tuple[int, ...]]]:
     """Return the ranks over which FSDP2 averages the gradients of most of its parts; none without FSDP2.
 

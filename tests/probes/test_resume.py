@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdebug.isolation.guard import Guard
 from ddpdebug.probes.entries import entries_of
-from ddpdebug.probes.training_events import EpochBegan, Loaded, ScalerSteps
+from ddpdebug.probes.training_events import CheckpointRead, EpochBegan, Loaded, ScalerSteps
 from ddpdebug.probes.training_loop.resume import Resume
 from ddpdebug.probes.training_loop.schedulers import Schedules
 from ddpdebug.probes.training_loop.zero_grad import Clearing
@@ -350,3 +351,60 @@ def test_schedules_that_cut_one_another_short(
                 schedule.step()
         run.train(optimizer, 1)
         assert [fact.calls for fact in run.told if fact.kind == "rebuilt"] == (told if same else [])
+
+
+def _reads(run: Run, stored: Sequence[str], wanted: Sequence[str] = ("model.0.weight", "model.0.bias")) -> None:
+    run.beside = [run.model]
+    run.resume.read(CheckpointRead({*wanted}, {*stored}, "train.py:5"))
+
+
+_STATE = [f"optim.state.{name}.{kind}" for name in ("0.weight", "0.bias") for kind in ("step", "exp_avg", "exp_avg_sq")]
+_NAMES = ["model.0.weight", "model.0.bias"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "told"),
+    [
+        (_NAMES, _NAMES, []),
+        ([*_NAMES, *_STATE], [*_NAMES, *_STATE], []),
+        ([*_NAMES, *_STATE], _NAMES, ["left"]),
+        (["model.module.0.weight", "model.module.0.bias"], _NAMES, ["names"]),
+        (["other"], _NAMES, ["names"]),
+        (["model.0.weight"], _NAMES, []),  # a new parameter
+    ],
+)
+def test_what_a_distributed_checkpoint_has_and_what_is_read_of_it(
+    stored: list[str], wanted: list[str], told: list[str]
+) -> None:
+    """Names that do not fit, and an optimizer's state that is left there."""
+    run = Run()
+    _reads(run, stored, wanted)
+    run.train(adam(run))
+    assert run.kinds() == told
+
+
+def test_state_that_is_read_for_itself_or_is_of_another_optimizer() -> None:
+    """And parameters that get their values in another way."""
+    run = Run()
+    _reads(run, [*_NAMES, *_STATE])
+    _reads(run, [*_NAMES, *_STATE], _STATE)
+    run.train(adam(run))
+    run = Run()
+    _reads(run, [*_NAMES, *_STATE])
+    run.train(torch.optim.SGD(run.model.parameters(), momentum=0.9))
+    _reads(run, ["other"])
+    with torch.no_grad():
+        run.model[0].weight.add_(1)
+        run.model[0].bias.add_(1)
+    run.train(adam(run))
+    assert run.kinds() == []
+
+
+def test_names_that_have_a_word_more() -> None:
+    """Of the module; what the parameter is called counts as it is."""
+    run = Run()
+    run.model = nn.Sequential(OrderedDict(lm_head=nn.Linear(3, 4), body=nn.Linear(4, 2)))
+    own = run.model.state_dict()
+    run.load({name.removeprefix("lm_"): value for name, value in own.items()})
+    run.train(adam(run))
+    assert [fact.names for fact in run.told] == [("lm_head.weight", "lm_head.bias")]

@@ -8,12 +8,27 @@ from typing import Any
 
 from ddpdebug.detectors.examples import step_at, steps
 from ddpdebug.detectors.kinds import Detector, Examples, Facts, Fields, Finding, Findings, Severity, Step, Threshold
-from ddpdebug.schema.announcements import InitialValues, Structure
+from ddpdebug.schema.announcements import Announcement, BrokenTies, InitialValues, Structure
 from ddpdebug.schema.details import Parameters
 
 #: Only the pair that is usually tied is looked at: copies of whole networks start equal on purpose.
 EMBEDDING = re.compile(r"emb|wte|tok|vocab|lookup", re.IGNORECASE)
 OUTPUT = re.compile(r"head|out|proj|decoder|logit|lm_|classif|predict|unembed", re.IGNORECASE)
+
+
+_CUT: Fields = {
+    "title": "parameters that were tied as the model was built train as separate ones",
+    "causes": (
+        "`to_empty` after the tie, of a model on the meta device: each module gets a tensor of its own",
+        "`fully_shard` of the modules one by one: each cuts the parameter for itself",
+        "a conversion that makes new parameters module by module",
+    ),
+    "actions": (
+        "tie again after `to_empty`: `model.head.weight = model.embed.weight`, before values are loaded",
+        "give both modules to one call, `fully_shard([model.embed, model.head])`, or leave them to that of the model",
+    ),
+}
+_UNTIED: dict[str, Any] = {"kind": "untied", "step": 1, "pairs": [["emb.weight", "head.weight"]]}
 
 
 def _known(embedding: str, output: str, name: str = "head.weight") -> tuple[Facts, Facts]:
@@ -28,7 +43,10 @@ def _after(embedding: str, output: str) -> dict[int, Any]:
 
 
 class BrokenTie(Detector):
-    """An embedding and an output layer started bitwise equal and differ after training steps.
+    """Two parameters were one as the model was built and train apart, or an embedding and an output layer began equal.
+
+    The first is seen where both modules were given the same parameter (`head.weight = embed.weight`) and nobody has
+    given either of them another; the second where they started bitwise equal and differ after training steps.
 
     Impact: the model trains two separate weights: more parameters than intended, and whatever saves only one of
     them loses the other.
@@ -53,7 +71,7 @@ class BrokenTie(Detector):
     severity = Severity.WARNING
     title = "two parameters that look tied are separate objects and have drifted apart"
     reads = ()
-    topics = ("structure", "init")
+    topics = ("structure", "init", "alone")
     wants = ("parameters",)
     tie_step = Threshold(
         6,
@@ -63,6 +81,7 @@ class BrokenTie(Detector):
     fires_on = Examples(
         lambda: (*_known("a1", "a1"), step_at(6, parameters=_after("b1", "c1"))),
         lambda: (*_known("a1", "a1"), *steps(2), step_at(6, parameters=_after("b1", "c2"))),
+        lambda: Facts(topic="alone:audit", values={0: _UNTIED, 1: _UNTIED}),
     )
     silent_on = Examples(
         lambda: (*_known("a1", "a2"), step_at(6, parameters=_after("b1", "c1"))),
@@ -81,19 +100,25 @@ class BrokenTie(Detector):
     def can_show(self, step: Step) -> bool:
         return False
 
-    def compare(self, topic: str, facts: Mapping[int, Structure | InitialValues]) -> Findings:
-        fact = facts[min(facts)]
+    def compare(self, topic: str, facts: Mapping[int, Announcement]) -> Findings:
+        for rank, told in sorted(facts.items()):
+            if isinstance(told, BrokenTies):
+                for pair in told.pairs:
+                    yield self.finding(step=0, last_step=told.step, ranks=(rank,), subject=pair, phase="cut", **_CUT)
+        self._begin(facts[min(facts)])
+
+    def _begin(self, fact: Announcement) -> None:
+        """Learn which embeddings and output layers began equal."""
         if isinstance(fact, Structure):
             trained = [entry for entry in fact.entries if entry[0] == "parameter" and entry[4]]
             self._shapes = {name: shape for _, name, shape, _, _ in trained}
-            return
-        known = [(name, value) for name, value in fact.digests.items() if len(self._shapes.get(name, ())) == 2]
+        digests = fact.digests.items() if isinstance(fact, InitialValues) else ()
+        known = [(name, value) for name, value in digests if len(self._shapes.get(name, ())) == 2]
         for name, value in known:
             for other, same in known:
                 alike = value == same and self._shapes[name] == self._shapes[other]
                 if alike and name != other and EMBEDDING.search(name) and OUTPUT.search(other):
                     self._pairs.append((name, other))
-        yield from ()
 
     def suspects(self, step: Step) -> bool:
         return bool(self._pairs) and step.optimizer == 0 and step.step == int(self.tie_step)

@@ -11,11 +11,12 @@ from ddpdebug.schema.announcements import Restored
 
 _SAID: dict[str, Fields] = {
     "names": {
-        "title": "a checkpoint's names do not fit the model's, and `strict=False` keeps that silent",
+        "title": "a checkpoint's names do not fit the model's, and the load (`strict=False`) keeps that silent",
         "causes": (
             "names begin with `module.` (saved from DDP), `_orig_mod.` (from `torch.compile`) or with another part",
             "the file is of another model, or its weights lie below a key (`state_dict`, `model`)",
             "all entries were filtered out before the load",
+            "a distributed checkpoint that is read with `allow_partial_load=True`",
         ),
         "actions": (
             "print what `load_state_dict` returns: `missing_keys` and `unexpected_keys`",
@@ -82,6 +83,17 @@ _SAID: dict[str, Fields] = {
         ),
         "actions": ("save `optimizer.state_dict()` in the checkpoint, and load it after the optimizer is made",),
     },
+    "left": {
+        "title": "weights were read from a checkpoint without the optimizer's state that lies beside them",
+        "severity": Severity.INFO,
+        "causes": (
+            "a resume that reads the model and not the optimizer",
+            "intended: a new stage that begins from the weights alone",
+        ),
+        "actions": (
+            "to train on, read both: `get_state_dict(model, optimizer)` before `dcp.load`, `set_state_dict` after it",
+        ),
+    },
     "rebuilt": {
         "title": "an optimizer, scaler or schedule is created again and again and loses its state each time",
         "causes": (
@@ -101,9 +113,9 @@ def _told(kind: str, **more: Any) -> tuple[Facts]:
 class RestoredInPart(EventRule):
     """Model, optimizer and schedule belong to different moments: something was not loaded, or did not stay.
 
-    Seen are `load_state_dict` of modules, up to the next steps, and what optimizers, their schedules and loss scalers
-    begin with. Weights that are copied otherwise and what a file holds beside what is loaded are not; of averages those
-    are seen that are modules.
+    Seen are `load_state_dict` of modules and `torch.distributed.checkpoint.load`, up to the next steps, and what
+    optimizers, their schedules and loss scalers begin with. Weights that are copied otherwise and what another file
+    holds beside what is loaded are not; of averages those are seen that are modules.
 
     Impact: training goes on from weights that nobody has trained, or with moments of zero under a rate that is meant
     for the middle of a run: the loss jumps after each resume. A loss scale or a schedule that begins anew each time
@@ -137,6 +149,7 @@ class RestoredInPart(EventRule):
         lambda: _told("names", names=["0.weight"], number=4, others=4),
         lambda: _told("overwritten"),
         lambda: _told("optimizer", schedule="LambdaLR", calls=50),
+        lambda: _told("left", others=3),
         lambda: (*steps(2), *_told("rebuilt", calls=2, steps=15)),
         lambda: _told("itself", number=4),
         lambda: _told("order", names=["0.weight"], number=4),
@@ -156,6 +169,7 @@ class RestoredInPart(EventRule):
                 "first_epoch" if fact.schedule is None else "calls_of_the_schedule": fact.calls,
                 "steps_of_the_optimizer": 0,
             },
+            "left": {"kinds_of_state_in_the_checkpoint": fact.others, "steps_of_the_optimizer": 0},
             "itself": {"parameters": fact.number},
             "order": {"parameters_with_the_state_of_another": fact.number},
             "ended": {"calls_of_the_schedule": fact.calls, "its_length": fact.steps},

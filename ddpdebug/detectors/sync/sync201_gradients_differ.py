@@ -25,14 +25,14 @@ _SHARDED: dict[str, Any] = {
 }
 _SHARED_CAUSES = (
     "`left out`: `fully_shard` leaves the parameter alone (`ignored_params`, or it came later): nothing averages it",
-    "`model inputs`: ranks that share a batch are fed different ones: the data are split by the global rank",
+    "`model inputs`: ranks that share a batch are fed, or drop out, different elements: by the global rank",
     "each rank has a part of the gradient, and nothing adds these up: `to_local()` without `grad_placements`",
     "`set_requires_all_reduce(False)` or `set_requires_gradient_sync(False)` was still in force at the step",
     "a parameter got no gradient on some ranks: an expert without tokens",
 )
 _SHARED_ACTIONS = (
     "`left out`: let `fully_shard` have it, or average its gradient before the step: `dist.all_reduce(p.grad)`",
-    '`model inputs`: split the data by the data dimension alone: by `mesh["dp"].get_local_rank()`',
+    '`model inputs`: split the data, and seed dropout, by the data dimension alone: `mesh["dp"].get_local_rank()`',
     "reduce the gradient over the named dimension of the mesh, or say `to_local(grad_placements=[Partial()])`",
     "switch the reduction on before the last micro-batch",
 )

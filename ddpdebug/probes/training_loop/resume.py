@@ -17,7 +17,7 @@ from ddpdebug import torch_internals as internals
 from ddpdebug.isolation.foreign import attributes_of, is_a
 from ddpdebug.probes.async_copy import glances
 from ddpdebug.probes.delivered_items import sampler_of
-from ddpdebug.probes.training_events import EpochBegan, Loaded, ScalerSteps
+from ddpdebug.probes.training_events import CheckpointRead, EpochBegan, Loaded, ScalerSteps
 from ddpdebug.probes.training_loop.schedulers import ENDED, Schedules, length_of, steps_of
 from ddpdebug.schema.announcements import Restored
 
@@ -27,6 +27,8 @@ _FOLLOWED = 4
 _MAX_NAMES = 20
 #: First epoch that is one of a run that goes on: where epochs are counted from 1, that is where a run begins.
 _GOES_ON = 2
+#: Between the name of an optimizer in a checkpoint, and the names of what it has state of.
+_STATE = ".state."
 #: Sets of parameters whose optimizers are known, and loads that have not fitted.
 _MAX_SETS = 64
 
@@ -86,7 +88,10 @@ class Resume:
         self._unfitted: list[tuple[Restored, dict[str, int]]] = []  # with the parameters that another load may bring
         self._trained: dict[int, _Trained] = {}  # by the parameters
         self._stepping: _Trained | None = None  # the newest
-        self._fresh: tuple[weakref.ref[torch.optim.Optimizer], str | None, int] | None = None  # schedule, its position
+        #: With its schedule, the position of that, and what of its state was left in a checkpoint.
+        self._fresh: tuple[weakref.ref[torch.optim.Optimizer], str | None, int, set[str]] | None = None
+        self._unread: list[tuple[Restored, _Weights]] = []  # parameters that a checkpoint did not have
+        self._left: tuple[dict[int, internals.Seen], set[str]] = {}, set()  # parameters; kinds of state of theirs
         self._epoch = 0  # that a sampler was told before the first step
         self._loaded: _Weights | None = None  # by the newest load
         self._loads = 0
@@ -118,6 +123,40 @@ class Resume:
         self._into.append(id(event.thing))
         if fitting and self._is_own(event, params):
             self._tell(Restored(kind="itself", class_name=event.what, location=event.location, number=len(params)))
+
+    def read(self, event: CheckpointRead) -> None:
+        """Record the parameters that a checkpoint does not have, and what it has of an optimizer that nobody wants."""
+        known = {name: p for module in self._modules() for name, p in internals.named_parameters(module)}
+        wanted = {name: p for name in event.wanted if (p := known.get(_tail(name, known))) is not None}
+        others = [name for name in event.stored if name not in event.wanted]
+        lacking = sorted(name for name in wanted if name not in event.stored)
+        names = _renamed(lacking, [name for name in others if _STATE not in name]) or (
+            lacking if len(lacking) == len(wanted) else []
+        )
+        if names and len(self._unread) < _MAX_SETS:
+            said = Restored(kind="names", class_name="checkpoint", location=event.location, others=len(others))
+            tails = tuple([_tail(name, known) for name in names])[:_MAX_NAMES]
+            said = replace(said, names=tails, fitted=len(wanted) - len(lacking), number=len(wanted))
+            chosen = _some([wanted[name] for name in names])
+            if values := _values([internals.held_here(p) for p in chosen]):
+                seen = [(id(p), internals.Seen(p)) for p in chosen]
+                self._unread.append((said, _Weights(seen, values, self._schedules.taken, event.location)))
+        if any([_STATE in name for name in event.wanted]):
+            self._left = {}, set()
+        elif wanted and not lacking:
+            kinds = {name.rpartition(".")[2] for name in others if _STATE in name}
+            self._left = {id(p): internals.Seen(p) for p in wanted.values()}, kinds
+
+    def _still_unread(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say which parameters a checkpoint did not have and nothing has given other values since."""
+        own = {id(p): p for p in internals.params(optimizer)}
+        for said, weights in self._unread:
+            same = [p for i, seen in weights.params if (p := own.get(i)) is not None and seen.is_of(p)]
+            if len(same) == len(weights.params) and weights.steps == self._schedules.taken:
+                now = _values([internals.held_here(p) for p in same])
+                if now == weights.values:
+                    self._tell(said)
+        self._unread.clear()
 
     def _look_at_names(self, event: Loaded) -> None:
         """See whether an optimizer that knows names got the state of other parameters: torch goes by their order."""
@@ -218,6 +257,8 @@ class Resume:
             self._tell(replace(said, names=tuple(lacking)[:_MAX_NAMES]))
         self._unfitted.clear()
         self._into.clear()
+        if self._unread:
+            self._still_unread(optimizer)
         if self._beside:
             self._follow_beside(optimizer)
         for name, begun, calls in self._schedules.renewed():
@@ -230,14 +271,17 @@ class Resume:
             known.steps = number + 1
             known.keeps_state = known.keeps_state or bool(internals.state(optimizer))
         if self._fresh is not None and self._fresh[0]() is optimizer:
-            (_, schedule, calls), self._fresh = self._fresh, None
-            if internals.state(optimizer):  # it is of those that have one
-                self._tell(_about(optimizer, "optimizer", schedule=schedule, calls=calls))
+            (_, schedule, calls, left), self._fresh = self._fresh, None
+            has = {str(key) for held in internals.state(optimizer).values() for key in held}
+            if has and (calls or left >= has):  # it is of those that have state, or that the checkpoint has state of
+                kind = "optimizer" if calls else "left"
+                self._tell(_about(optimizer, kind, schedule=schedule, calls=calls, others=len(left)))
 
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
         params = internals.params(optimizer)
         loaded, self._loaded = self._loaded, None
         empty = not internals.state(optimizer)
+        self._begins_without(optimizer, params if empty else ())
         if loaded is not None and loaded.steps == self._schedules.taken:
             own = {id(p): p for p in params}
             same = [p for i, seen in loaded.params if (p := own.get(i)) is not None and seen.is_of(p)]
@@ -245,19 +289,24 @@ class Resume:
             if now is not None and all([one != other for one, other in zip(loaded.values, now, strict=True)]):
                 self._tell(_about(optimizer, "overwritten", location=loaded.location))
             if now is not None and empty and not loaded.steps and self._epoch >= _GOES_ON:
-                self._fresh = weakref.ref(optimizer), None, self._epoch
+                self._fresh = weakref.ref(optimizer), None, self._epoch, set()
         for schedule, calls in self._schedules.of(optimizer):
             moved, name = vars(schedule).get("last_epoch"), type(schedule).__name__
             if not isinstance(moved, int) or moved - calls <= 1:
                 continue
             if empty:
-                self._fresh = weakref.ref(optimizer), name, moved
+                self._fresh = weakref.ref(optimizer), name, moved, set()
             if (length := length_of(schedule)) is not None and moved >= length and _stands_still(optimizer):
                 self._tell(_about(optimizer, "ended", schedule=name, calls=moved, steps=length))
         if steps := steps_of(optimizer):
             self._tell(_about(optimizer, "resumed", steps=steps))
         if params:
             self._follow(optimizer, params, empty=empty)
+
+    def _begins_without(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+        (of, kinds), self._left = self._left, ({}, set())
+        if kinds and any([(seen := of.get(id(p))) is not None and seen.is_of(p) for p in params]):
+            self._fresh = weakref.ref(optimizer), None, 0, kinds
 
     def _follow(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], *, empty: bool) -> None:
         """Compare an optimizer with those before it that had the same parameters."""
@@ -284,10 +333,30 @@ def _bare(name: str) -> str:
     return name.removeprefix("module.").removeprefix("_orig_mod.").removeprefix("module.")
 
 
+def _tail(name: str, known: Collection[str]) -> str:
+    """Return a name without what stands before one that is known."""
+    while name not in known and "." in name:
+        name = name.partition(".")[2]
+    return name
+
+
 def _renamed(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
     """Return the names that would fit but for what stands before them, on the one side or the other."""
-    shorter = {name.partition(".")[2] for name in unexpected}
-    return [name for name in missing if name in shorter or name.partition(".")[2] in unexpected]
+    if not missing:
+        return []
+    shorter = {short for name in unexpected for short in _shorter(name)}
+    return [name for name in missing if name in shorter or not {*_shorter(name)}.isdisjoint(unexpected)]
+
+
+def _shorter(name: str) -> list[str]:
+    """Return a name without its first part, and without words in front of a module's: `lm_head` and `head`."""
+    parts = name.split(".")
+    words = [part.split("_") for part in parts]
+    return [name.partition(".")[2]] + [
+        ".".join([*parts[:i], "_".join(own[k:]), *parts[i + 1 :]])
+        for i, own in enumerate(words[:-1])
+        for k in range(1, len(own))
+    ]
 
 
 def _some(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

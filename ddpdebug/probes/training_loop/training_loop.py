@@ -59,7 +59,7 @@ from ddpdebug.probes.training_loop.loss_scale import LossScale, Reduced
 from ddpdebug.probes.training_loop.loss_settings import Settings
 from ddpdebug.probes.training_loop.modes import EVALUATION, OF_OTHER_DATA, Modes, has_input_with_gradient
 from ddpdebug.probes.training_loop.no_grad import LAST, NoGrad
-from ddpdebug.probes.training_loop.parameter_ownership import Audit, held_by, unregistered
+from ddpdebug.probes.training_loop.parameter_ownership import FIRST, Audit, held_by, unregistered
 from ddpdebug.probes.training_loop.put_in import PutIn
 from ddpdebug.probes.training_loop.repeated_numbers import Epochs
 from ddpdebug.probes.training_loop.resume import Resume
@@ -72,6 +72,7 @@ from ddpdebug.probes.values import loss_reader
 from ddpdebug.schema.announcements import (
     Announce,
     Announcement,
+    BrokenTies,
     DropoutCall,
     EvaluationInputs,
     InputStatistics,
@@ -318,6 +319,7 @@ class Recipe:
         bus.on("probe:schedules", events.SchedulerStepped, self.scheduled)
         bus.on("probe:resume", events.EpochBegan, self._resume.epoch_begins)
         bus.on("probe:resume", events.Loaded, self._resume.loaded)
+        bus.on("probe:resume", events.CheckpointRead, self._resume.read)
         bus.on("probe:moves", events.Loaded, lambda _: self._put_in.forget())
         bus.on("probe:moves", events.Woken, lambda _: self._put_in.forget())
         bus.on("probe:resume", events.ScalerSteps, self._resume.scaler_steps)
@@ -917,10 +919,21 @@ class Recipe:
         ]
         return SteppedTwice(other=type(other).__name__, names=tuple(names[:_MAX_NAMES])) if names else None
 
+    def _look_at_ties(self) -> None:
+        """Say which parameters train apart that were one when the model was built."""
+        built = self._entries.built
+        if pairs := built.ties.broken(self.audit.held()):
+            names = built.names([parameter for pair in pairs for parameter in pair])
+            known = [(names[id(a)], names[id(b)]) for a, b in pairs if id(a) in names and id(b) in names]
+            if known:
+                self.tell(BrokenTies(pairs=tuple(known[:_MAX_NAMES])))
+
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         self._follow(optimizer)
         if self._stage.optimizer is None or self._stage.optimizer() is not optimizer:
             return
+        if self._steps == FIRST:
+            self._look_at_ties()
         fact = self.audit.at_step(self._steps, optimizer, self._trained())
         if self._no_grad:
             self._look_for_gradients(optimizer)
