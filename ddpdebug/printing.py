@@ -39,14 +39,14 @@ class _Job:
     """How much longer this process may wait until what it says is read, and to what its descriptor 2 led at first."""
 
     seconds = math.inf
-    begins: tuple[int, int] | None = None
+    begins: tuple[object, ...] = ()
     is_launched = False
 
 
 def be_brief() -> None:
     """Wait for readers no longer than a job may be held up: this process is one, or is about to become one."""
     _Job.seconds = min(_Job.seconds, _SECONDS)
-    _Job.begins = _Job.begins or file_of(_ERRORS)
+    _Job.begins = _Job.begins or (file_of(_ERRORS),)
 
 
 def be_launched(begins: tuple[int, int] | None) -> None:
@@ -55,7 +55,7 @@ def be_launched(begins: tuple[int, int] | None) -> None:
     Args:
         begins: the file of descriptor 2 before the script's first line.
     """
-    _Job.is_launched, _Job.begins = True, begins
+    _Job.is_launched, _Job.begins = True, (begins,)
 
 
 def standard_error() -> Any:
@@ -72,15 +72,9 @@ def file_of(descriptor: int) -> tuple[int, int] | None:
     return about.st_dev, about.st_ino
 
 
-def _is_the_scripts(descriptor: int) -> bool:
-    """Whether the script has put a file of its own in the place of standard error.
-
-    What it opens after it has closed descriptor 2 is not inheritable; by `dup2` a file comes there, or another pipe.
-    """
-    if descriptor != _ERRORS:
-        return False
-    moved = _Job.begins is not None and file_of(descriptor) != _Job.begins
-    return not os.get_inheritable(descriptor) or (moved and stat.S_ISREG(os.fstat(descriptor).st_mode))
+def _has_moved(descriptor: int) -> bool:
+    """Whether descriptor 2 leads elsewhere than at first: to what the script has put there, or opened after a close."""
+    return descriptor == _ERRORS and bool(_Job.begins) and file_of(descriptor) not in _Job.begins
 
 
 def write(stream: Any, text: str) -> None:
@@ -98,7 +92,7 @@ def write(stream: Any, text: str) -> None:
 
 def put(descriptor: int, data: bytes) -> None:
     """Write bytes to a descriptor as `write` does."""
-    if _is_the_scripts(descriptor):
+    if _has_moved(descriptor):
         return
     rest, until = memoryview(data), time.monotonic() + _SECONDS
     with without_signals(), _never_blocking(descriptor) as open_one:
