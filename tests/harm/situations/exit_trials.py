@@ -48,7 +48,7 @@ for number, error in enumerate([Pruned, Stop, Leave, StopIteration, GeneratorExi
     try:
         run(number, error)
     except BaseException as raised:
-        caught.append((type(raised).__name__, str(raised), raised.__context__, len(raised.__notes__ if hasattr(raised, "__notes__") else "")))
+        caught.append((type(raised).__name__, str(raised), raised.__context__, getattr(raised, "__notes__", None)))
     gc.collect()
 
 

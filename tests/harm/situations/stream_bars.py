@@ -3,8 +3,6 @@
 run: alone
 """
 
-import sys
-
 import torch
 from _report import batches, report, start
 from torch import nn
@@ -28,4 +26,4 @@ for epoch in tqdm(range(4), desc="epochs", **shape):
         losses.append(loss.detach())
         bar.set_postfix(loss=1)
     tqdm.write(f"epoch {epoch}")
-report([model], [optimizer], losses, bars=len(tqdm._instances), monitor=tqdm.monitor_interval, out=sys.stdout is sys.__stdout__)
+report([model], [optimizer], losses, bars=len(tqdm._instances), interval=tqdm.monitor_interval)
