@@ -22,6 +22,7 @@ from ddpdebug.signals import without_signals
 
 #: Seconds that a job's process waits for a reader, in all; a pipe that can be written takes so many bytes at once.
 _SECONDS, _PIECE = 1.0, select.PIPE_BUF
+_ERRORS = 2
 #: Seconds until a terminal is asked again.
 _AGAIN = 0.01
 _UNWRITABLE = (OSError, ValueError, AttributeError)  # ValueError: it is closed; AttributeError: there is none
@@ -30,18 +31,50 @@ _UNWRITABLE = (OSError, ValueError, AttributeError)  # ValueError: it is closed;
 def say(text: str) -> None:
     """Print a text on standard error; do nothing if that cannot be written."""
     with suppress(*_UNWRITABLE):
-        write(sys.stderr, fresh_line(sys.stderr) + text)
+        stream = standard_error()
+        write(stream, fresh_line(stream) + text)
 
 
-class _Patience:
-    """How much longer this process may wait until what it says is read."""
+class _Job:
+    """How much longer this process may wait until what it says is read, and to what its descriptor 2 led at first."""
 
     seconds = math.inf
+    begins: tuple[object, ...] = ()
+    is_launched = False
 
 
 def be_brief() -> None:
     """Wait for readers no longer than a job may be held up: this process is one, or is about to become one."""
-    _Patience.seconds = min(_Patience.seconds, _SECONDS)
+    _Job.seconds = min(_Job.seconds, _SECONDS)
+    _Job.begins = _Job.begins or (file_of(_ERRORS),)
+
+
+def be_launched(begins: tuple[int, int] | None) -> None:
+    """Print past what the script puts in the place of `sys.stderr`: this process is one that ddpdebug has started.
+
+    Args:
+        begins: the file of descriptor 2 before the script's first line.
+    """
+    _Job.is_launched, _Job.begins = True, (begins,)
+
+
+def standard_error() -> Any:
+    """Return the stream for what is said: the interpreter's own, or the one of a notebook or test that watches."""
+    return sys.__stderr__ if _Job.is_launched else sys.stderr
+
+
+def file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return the device and number of the file that a descriptor leads to; None if it is closed."""
+    try:
+        about = os.fstat(descriptor)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def _has_moved(descriptor: int) -> bool:
+    """Whether descriptor 2 leads elsewhere than at first: to what the script has put there, or opened after a close."""
+    return descriptor == _ERRORS and bool(_Job.begins) and file_of(descriptor) not in _Job.begins
 
 
 def write(stream: Any, text: str) -> None:
@@ -53,21 +86,21 @@ def write(stream: Any, text: str) -> None:
         stream.write(text)
         stream.flush()
         return
-    if stream is sys.__stderr__ and not os.get_inheritable(stream.fileno()):
-        return  # the script has closed it, and opened a file that got its number
     _flush(stream)  # what the script has printed comes first
     put(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
 
 
 def put(descriptor: int, data: bytes) -> None:
     """Write bytes to a descriptor as `write` does."""
+    if _has_moved(descriptor):
+        return
     rest, until = memoryview(data), time.monotonic() + _SECONDS
     with without_signals(), _never_blocking(descriptor) as open_one:
         while rest and _takes_more(open_one):
             try:
                 rest = rest[os.write(open_one, rest[:_PIECE]) :]
             except BlockingIOError:  # a terminal that has room, and not enough for the end of a line
-                if _Patience.seconds == math.inf:
+                if _Job.seconds == math.inf:
                     raise
                 if time.monotonic() > until:
                     return
@@ -79,7 +112,7 @@ def _never_blocking(descriptor: int) -> Iterator[int]:
     """Yield a descriptor of the same pipe or terminal whose writes return at once; what others hold stays as it is."""
     own = descriptor
     kind = os.fstat(descriptor).st_mode
-    if _Patience.seconds < math.inf and (stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)):
+    if _Job.seconds < math.inf and (stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)):
         with suppress(OSError):  # another user's terminal, say: a piece of it fits as a rule
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             own = os.open(f"/proc/self/fd/{descriptor}", flags)
@@ -93,18 +126,18 @@ def _never_blocking(descriptor: int) -> Iterator[int]:
 def _flush(stream: Any) -> None:
     """Write what a stream keeps; in a job's process only to a file, as it may be more than a pipe takes at once."""
     with suppress(OSError), without_signals():
-        if _Patience.seconds == math.inf or stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        if _Job.seconds == math.inf or stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             stream.flush()
 
 
 def _takes_more(descriptor: int) -> bool:
     """Return whether a descriptor can be written now, or soon enough."""
-    if _Patience.seconds == math.inf:
+    if _Job.seconds == math.inf:
         return True
     ready, began = select.poll(), time.monotonic()
     ready.register(descriptor, select.POLLOUT)
-    found = ready.poll(max(0.0, _Patience.seconds) * 1000)
-    _Patience.seconds = _SECONDS if found else _Patience.seconds - (time.monotonic() - began)
+    found = ready.poll(max(0.0, _Job.seconds) * 1000)
+    _Job.seconds = _SECONDS if found else _Job.seconds - (time.monotonic() - began)
     return bool(found)
 
 

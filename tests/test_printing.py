@@ -82,6 +82,29 @@ def test_a_line_of_ours_begins_in_the_first_column_of_a_pipe() -> None:
     assert "\nours é\n" in told
 
 
+_MOVED = """
+import os, sys
+from ddpdebug.printing import be_launched, file_of, say
+be_launched(file_of(2))
+sys.stderr = open("replaced", "w")
+say("first\\n")
+kept = os.dup(2)
+os.dup2(os.open("own", os.O_CREAT | os.O_WRONLY), 2)
+say("nowhere\\n")
+os.dup2(1, 2)
+say("nowhere\\n")
+os.dup2(kept, 2)
+say("last\\n")
+"""
+
+
+def test_what_the_script_puts_there_gets_nothing(tmp_path: Path) -> None:
+    """What is said goes to where standard error led before, whatever the script puts in its place."""
+    told = subprocess.run([sys.executable, "-c", _MOVED], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (told.stdout, told.stderr) == ("", "first\nlast\n")
+    assert [(tmp_path / name).read_text() for name in ("own", "replaced")] == ["", ""]
+
+
 _JOB = """
 import os, signal, sys
 from ddpdebug.printing import be_brief, say

@@ -89,6 +89,7 @@ class Rank:
     def __init__(self, plan: Plan) -> None:
         self._plan, self.mode = plan, plan["mode"]
         self._watch = ImportWatch("torch", self._torch_is_there)
+        self._errors = _file_of_errors()
         self._pid = os.getpid()
         self._has_tried = self._is_cut = False
         self._in_time = _thread.allocate_lock()
@@ -134,7 +135,9 @@ class Rank:
 
     def _install(self) -> None:
         from ddpdebug.monitor.attach import install  # noqa: PLC0415 - torch is loaded now
+        from ddpdebug.printing import be_launched  # noqa: PLC0415 - as above
 
+        be_launched(self._errors)
         request = self.request
         self.monitor = install(request.config, command=request.target.command, starts=self.mode != RUN)
         if self.mode == CHECK:
@@ -197,6 +200,14 @@ class Rank:
 
             request = self.request
         return conclude(self, request, int(os.environ["RANK"]), **how)
+
+
+def _file_of_errors() -> tuple[int, int] | None:
+    try:
+        about = os.fstat(2)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
 
 
 def _say(text: str) -> None:

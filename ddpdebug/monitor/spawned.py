@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpdebug.errors import StopRun, text_of
-from ddpdebug.printing import say
+from ddpdebug.printing import be_launched, file_of, say
 from ddpdebug.processes import stacks
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Arrival:
     def __init__(self, origin: bytes) -> None:
         self._origin = origin
         self._monitor: Any = None
-        self._pid = os.getpid()
+        self._pid, self._errors = os.getpid(), file_of(2)
         self._entries: Any = None
 
     def await_group(self) -> None:
@@ -109,6 +109,7 @@ class Arrival:
         if group is None or self._entries.closed or os.getpid() != self._pid:
             return
         self._entries.close()
+        be_launched(self._errors)
         origin: Origin = pickle.loads(self._origin)  # noqa: S301 - made by the process that has started this one
         self._monitor = origin.attach(origin)
 

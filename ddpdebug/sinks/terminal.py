@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import textwrap
 import unicodedata
 from collections import Counter
@@ -21,7 +20,7 @@ from typing import Any, TextIO
 
 from ddpdebug.clock import time
 from ddpdebug.errors import essence
-from ddpdebug.printing import fresh_line, write
+from ddpdebug.printing import fresh_line, standard_error, write
 from ddpdebug.schema.coverage import Coverage, Weight
 from ddpdebug.schema.finding import Finding, Severity
 from ddpdebug.schema.row import Flag
@@ -103,7 +102,7 @@ class Terminal:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._speaks = rank, speaks
-        self._stream = stream if stream is not None else sys.stderr
+        self._stream = stream if stream is not None else standard_error()
         self._tty = _is_terminal(self._stream)
         self._color = self._tty and not os.environ.get("NO_COLOR")
         self._status = status and self._tty and os.environ.get("TERM") not in _NO_TITLE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,9 +81,8 @@ def hooks(module: torch.nn.Module) -> list[list[Any]]:
 
 def groups(optimizer: object) -> list[dict[str, Any]]:
     """Return an optimizer's parameter groups; instances of a user's dict class as plain dictionaries."""
-    own: Any = _dictionary(optimizer).get("param_groups")
-    found = getattr(optimizer, "param_groups", ()) if own is None else own
-    return [dict(dict.items(g)) if type(g) is not dict and issubclass(type(g), dict) else g for g in found]
+    found = _held(optimizer, "param_groups", _are_groups)
+    return [dict(dict.items(g)) if type(g) is not dict and issubclass(type(g), dict) else g for g in found or ()]
 
 
 def params(optimizer: object) -> list[torch.nn.Parameter]:
@@ -92,8 +92,39 @@ def params(optimizer: object) -> list[torch.nn.Parameter]:
 
 def state(optimizer: torch.optim.Optimizer) -> Any:
     """Return an optimizer's table of state by parameter."""
-    own = _dictionary(optimizer).get("state")
-    return optimizer.state if own is None else own
+    found = _held(optimizer, "state", _is_state)
+    return {} if found is None else found
+
+
+def _held(optimizer: object, name: str, fits: Callable[[Any], bool]) -> Any:
+    """Return what an optimizer has under a name, or None.
+
+    Where its class has a property of that name, which is not read, this is what fits among all that it holds, or that
+    an optimizer in it does.
+    """
+    waiting = [optimizer]
+    for holder in waiting:
+        own = _dictionary(holder)
+        if own.get(name) is not None:
+            return own[name]
+        for value in list(own.values()):
+            if fits(value):
+                return value
+            inner = issubclass(type(value), torch.optim.Optimizer)
+            if inner and not any([value is known for known in waiting]):
+                waiting.append(value)
+    return None
+
+
+def _are_groups(value: Any) -> bool:
+    return type(value) is list and bool(value) and all([type(g) is dict and "params" in g for g in value])
+
+
+def _is_state(value: Any) -> bool:
+    if not ((type(value) is dict or type(value) is defaultdict) and value):
+        return False
+    keyed = all([issubclass(type(key), torch.Tensor) for key in list(value)])
+    return keyed and all([type(own) is dict for own in list(value.values())])
 
 
 def modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,16 @@ def test_page_names_each_situation() -> None:
     assert sorted(names) == sorted(situation.name for situation in _ALL.values())
     assert len(set(names)) == len(names)
     assert {situation.group for situation in _ALL.values()} <= pairs._GROUPS.keys(), "else the page loses it"
+
+
+def test_the_table_of_the_page_names_situations() -> None:
+    """Each line of what a program can look at has some."""
+    table = _PAGE.read_text("utf-8").partition("## What a program can look at")[2].partition("\n## ")[0]
+    lines = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
+    named = [re.findall(r"`(\w+)`", line) for line in lines]
+    assert named
+    assert all(named)
+    assert {name for names in named for name in names} <= _ALL.keys()
 
 
 _END = {"status": 0, "out": "losses ['0x1p-3']\n", "err": "", "seconds": 1.0, "left": False}

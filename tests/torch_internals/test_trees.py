@@ -45,6 +45,46 @@ def test_groups_and_state_of_an_optimizer() -> None:
     assert internals.state(optimizer) is state
 
 
+class _Kept(torch.optim.Adam):
+    @property
+    def param_groups(self) -> Any:
+        if "asks" in vars(self):
+            raise AssertionError("param_groups")
+        return vars(self).setdefault("own_groups", [])
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.own_groups = value
+
+    @property
+    def state(self) -> Any:
+        if "asks" in vars(self):
+            raise AssertionError("state")
+        return vars(self).setdefault("own_state", {})
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.own_state = value
+
+
+def test_groups_and_state_that_are_properties() -> None:
+    """They are found where the optimizer, or one that it holds, has them; the property is not asked."""
+    model = nn.Linear(2, 2)
+    optimizer = _Kept(model.parameters(), 0.1)
+    assert internals.state(optimizer) == {}
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.asks = True  # type: ignore[attr-defined]
+    around = torch.optim.SGD([torch.zeros(1)])
+    del around.param_groups
+    around.__dict__.update(state=None, inner=optimizer, outer=around)
+    for one in (optimizer, around):
+        assert [p is own for p, own in zip(internals.params(one), model.parameters(), strict=True)] == [True, True]
+        assert set(map(id, internals.state(one))) == set(map(id, model.parameters()))
+    del around.inner
+    assert (internals.groups(around), internals.state(around)) == ([], {})
+
+
 def test_the_model_inside_of_a_compiled_one() -> None:
     """No other model is asked for it, not even one whose table of children is no dictionary."""
     model, scripted = nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
